@@ -1,0 +1,45 @@
+"""Distributed training rebuilt from the ground up."""
+
+import importlib
+
+# The public names in reading order, and where each lives. They are imported on first use, so that
+# what needs no torch does not load it.
+_HOME = {
+    "Link": "cluster",
+    "GPU": "cluster",
+    "Cluster": "cluster",
+    "launch": "ranks.launch",
+    "RankError": "ranks.failure",
+    "Group": "ranks.group",
+    "Mesh": "ranks.group",
+    "send": "ranks.wire",
+    "recv": "ranks.wire",
+    "isend": "ranks.wire",
+    "irecv": "ranks.wire",
+    "broadcast": "collectives.functions",
+    "reduce": "collectives.functions",
+    "all_reduce": "collectives.functions",
+    "reduce_scatter": "collectives.functions",
+    "all_gather": "collectives.functions",
+    "gather": "collectives.functions",
+    "scatter": "collectives.functions",
+    "all_to_all": "collectives.functions",
+    "barrier": "collectives.functions",
+    "choose": "collectives.choose",
+    "cost": "collectives.choose",
+    "background": "collectives.background",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name):
+    if name not in _HOME:
+        raise AttributeError(f"s2s_lib has no public name {name!r}")
+    value = getattr(importlib.import_module(f"s2s_lib.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,39 @@
+"""Gradients through collectives: each linear one, with its transpose for the way back.
+
+The gradients are those of the sum of every rank's loss. Seen that way a collective is a matrix
+that mixes the tensors of all ranks, and backward multiplies by its transpose: what was broadcast
+is reduced, what was gathered is reduce-scattered, and an all_reduce is its own transpose. The
+backward is a collective too, so every rank of the group must run it.
+"""
+
+import torch
+
+
+class _Linear(torch.autograd.Function):
+    """forward: run    backward: transpose"""
+
+    @staticmethod
+    def forward(ctx, tensor, run, transpose):
+        ctx.transpose = transpose
+        return run(tensor.detach())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return ctx.transpose(grad), None, None
+
+
+def linear(tensor: torch.Tensor, run, transpose) -> torch.Tensor:
+    """`run(tensor)`, through which gradients flow back by `transpose`."""
+    return _Linear.apply(tensor, run, transpose)
+
+
+def wants_gradient(tensor, out, op: str = "sum") -> bool:
+    """Whether this call must be recorded; ValueError where that is asked for but impossible."""
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return False
+    if out is not None:
+        raise ValueError("out= reuses memory that autograd must keep: leave it out, or detach()")
+    if op not in ("sum", "avg"):
+        raise ValueError(f"no gradient is defined through {op}: detach() the tensor first")
+    return True

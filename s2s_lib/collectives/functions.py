@@ -1,0 +1,413 @@
+"""The collectives: what every rank of a group calls together.
+
+They return, and never change their argument; `out=` reuses memory (it may be the argument
+itself). Each takes tensors of any shape, strides and dtype that torch has, empty ones included;
+a group of one is the same code with nobody to send to. `algorithm` names one of `ALGORITHMS` (the
+default chooses, see `choose`). Where the input requires a gradient the result carries it
+(autograd.py). All ranks must pass the same shape, dtype and options; where they do not, the
+messages find no partner and the launch ends at its timeout with a table, or at once with
+`launch(..., check=True)`.
+"""
+
+import torch
+
+from s2s_lib.collectives import direct, doubling, framework, hierarchical, naive, ring, tree
+from s2s_lib.collectives.autograd import linear, wants_gradient
+from s2s_lib.collectives.choose import choose
+from s2s_lib.collectives.pieces import cuts_of
+from s2s_lib.collectives.reduction import Reduction
+from s2s_lib.ranks.group import Group
+from s2s_lib.ranks.wire import DTYPE_CODE, DTYPES, Operation, current
+
+ALGORITHMS = {
+    "broadcast": {
+        "naive": naive.broadcast,
+        "tree": tree.broadcast,
+        "torch": framework.broadcast,
+    },
+    "reduce": {"naive": naive.reduce, "tree": tree.reduce, "torch": framework.reduce},
+    "all_reduce": {
+        "naive": naive.all_reduce,
+        "tree": tree.all_reduce,
+        "ring": ring.all_reduce,
+        "doubling": doubling.all_reduce,
+        "halving_doubling": doubling.halving_all_reduce,
+        "direct": direct.all_reduce,
+        "hierarchical": hierarchical.all_reduce,
+        "torch": framework.all_reduce,
+    },
+    "reduce_scatter": {
+        "naive": naive.reduce_scatter,
+        "tree": tree.reduce_scatter,
+        "ring": ring.reduce_scatter,
+        "doubling": doubling.reduce_scatter,
+        "direct": direct.reduce_scatter,
+        "torch": framework.reduce_scatter,
+    },
+    "all_gather": {
+        "naive": naive.all_gather,
+        "tree": tree.all_gather,
+        "ring": ring.all_gather,
+        "doubling": doubling.all_gather,
+        "direct": direct.all_gather,
+        "torch": framework.all_gather,
+    },
+}
+
+
+def broadcast(tensor, group: Group, root: int = 0, algorithm: str = "auto", out=None):
+    """Every rank gets the root's tensor.
+
+    All pass a tensor of the same shape and dtype; only the root's values count.
+    """
+    check(tensor, group)
+    group.check_member(root, "root")
+    if wants_gradient(tensor, out):
+        return linear(
+            tensor,
+            run=lambda x: broadcast(x, group, root, algorithm),
+            transpose=lambda g: on_root_else_zeros(reduce(g, group, root), g),
+        )
+    run, name = pick("broadcast", algorithm, tensor, group)
+    result = Result(out, tensor.shape, tensor)
+    if group.rank == root:
+        result.flat.copy_(plain(tensor).view(-1))
+    with Operation("broadcast", group, tensor.shape, tensor.dtype, (root, name)) as operation:
+        run(operation, result.flat, root)
+    return result.done()
+
+
+def reduce(tensor, group: Group, root: int = 0, op: str = "sum", algorithm="auto", out=None):
+    """The root gets the reduction of all ranks' tensors; the others get None.
+
+    None rather than a half-done sum, so that a decision taken from it fails at once instead of
+    differing between ranks: decide on an `all_reduce`.
+    """
+    check(tensor, group)
+    group.check_member(root, "root")
+    refuse_gradient(tensor, "reduce", "all_reduce")
+    reduction = Reduction(op, tensor.dtype, group.size)
+    run, name = pick("reduce", algorithm, tensor, group)
+    x = plain(tensor).view(-1)
+    wide = x.to(reduction.dtype)
+    result = total = None
+    if group.rank == root:
+        result = Result(out, tensor.shape, tensor)
+        total = torch.empty_like(wide) if reduction.widens else result.flat
+    with Operation("reduce", group, tensor.shape, tensor.dtype, (op, root, name)) as operation:
+        run(operation, wide, total, root, reduction)
+    if result is None:
+        return None
+    if reduction.widens:
+        result.flat.copy_(total)
+    return result.done()
+
+
+def all_reduce(tensor, group: Group, op: str = "sum", algorithm: str = "auto", out=None):
+    """Every rank gets the reduction of all ranks' tensors, bit for bit the same.
+
+    `op` is sum, avg, max, min or prod; 16-bit floats are added in float32 and rounded once. By
+    ring, direct or halving_doubling each rank sends 2(W-1)/W of the tensor's bytes.
+    """
+    check(tensor, group)
+    if wants_gradient(tensor, out, op):
+        return linear(
+            tensor,
+            run=lambda x: all_reduce(x, group, op, algorithm),
+            transpose=lambda g: all_reduce(g, group, op, algorithm),
+        )
+    reduction = Reduction(op, tensor.dtype, group.size)
+    run, name = pick("all_reduce", algorithm, tensor, group, reduction)
+    x = plain(tensor).view(-1)
+    result = Result(out, tensor.shape, tensor)
+    with Operation("all_reduce", group, tensor.shape, tensor.dtype, (op, name)) as operation:
+        if reduction.widens and name != "direct":
+            wide = x.to(reduction.dtype)
+            run(operation, wide, wide, reduction)
+            result.flat.copy_(wide)
+        else:
+            run(operation, x, result.flat, reduction)
+    return result.done()
+
+
+def reduce_scatter(tensor, group: Group, op="sum", algorithm="auto", out=None, sizes=None):
+    """The reduction of all ranks' tensors, of which rank i gets the i-th part along dim 0.
+
+    The parts are equal unless `sizes` lists the rows for each rank. Each rank sends (W-1)/W of
+    the tensor's bytes by any algorithm but naive and tree.
+    """
+    check(tensor, group)
+    rows = rows_for(tensor, group, sizes)
+    if wants_gradient(tensor, out, op):
+        scale = 1 / group.size if op == "avg" else 1
+        return linear(
+            tensor,
+            run=lambda x: reduce_scatter(x, group, op, algorithm, sizes=sizes),
+            transpose=lambda g: all_gather(g, group, sizes=rows) * scale,
+        )
+    reduction = Reduction(op, tensor.dtype, group.size)
+    run, name = pick("reduce_scatter", algorithm, tensor, group, reduction)
+    x = plain(tensor).view(-1)
+    cuts = flat_cuts(rows, tensor)
+    result = Result(out, (rows[group.rank], *tensor.shape[1:]), tensor)
+    with Operation("reduce_scatter", group, tensor.shape, tensor.dtype, (op, name)) as operation:
+        if reduction.widens and name != "direct":
+            total = torch.empty(result.flat.numel(), dtype=reduction.dtype)
+            run(operation, x.to(reduction.dtype), total, cuts, reduction)
+            result.flat.copy_(total)
+        else:
+            run(operation, x, result.flat, cuts, reduction)
+    return result.done()
+
+
+def all_gather(tensor, group: Group, algorithm: str = "auto", out=None, sizes=None):
+    """All ranks' tensors, one after the other along dim 0, on every rank.
+
+    They have the same shape unless `sizes` lists the rows of each rank, or is "exchange": then
+    the ranks first tell each other (8 bytes each). Numbers (0-dim) make a vector. `out` may be
+    of shape (W * n, ...) or (W, n, ...). Each rank sends (W-1)/W of the result's bytes.
+    """
+    check(tensor, group)
+    rows = gathered_rows(tensor, group, sizes)
+    if wants_gradient(tensor, out):
+        return linear(
+            tensor,
+            run=lambda x: all_gather(x, group, algorithm, sizes=rows),
+            transpose=lambda g: reduce_scatter(g, group, sizes=rows).view(tensor.shape),
+        )
+    x = plain(tensor).view(-1)
+    cuts = flat_cuts(rows, tensor)
+    shape = (sum(rows), *tensor.shape[1:])
+    stacked = (group.size, *tensor.shape) if len(set(rows)) == 1 else shape
+    result = Result(out, shape, tensor, stacked)
+    run, name = pick("all_gather", algorithm, result.flat, group)
+    with Operation("all_gather", group, tensor.shape[1:], tensor.dtype, (name,)) as operation:
+        run(operation, x, result.flat, cuts)
+    return result.done()
+
+
+def gather(tensor, group: Group, root: int = 0, sizes=None):
+    """All ranks' tensors, one after the other along dim 0, at the root; None elsewhere.
+
+    `sizes` as for `all_gather`. Every other rank sends its tensor once.
+    """
+    check(tensor, group)
+    group.check_member(root, "root")
+    refuse_gradient(tensor, "gather", "all_gather")
+    rows = gathered_rows(tensor, group, sizes)
+    result = None
+    if group.rank == root:
+        result = Result(None, (sum(rows), *tensor.shape[1:]), tensor)
+    with Operation("gather", group, tensor.shape[1:], tensor.dtype, (root,)) as operation:
+        flat = result.flat if result else None
+        naive.gather(operation, plain(tensor).view(-1), flat, flat_cuts(rows, tensor), root)
+    return result.done() if result else None
+
+
+def scatter(tensor, group: Group, root: int = 0, sizes=None):
+    """Rank i gets the i-th part, along dim 0, of the root's tensor; the others pass None.
+
+    The parts are equal unless the root's `sizes` lists the rows for each. The root sends each
+    other rank a header of 80 bytes and its part.
+    """
+    group.check_member(root, "root")
+    rows = None
+    if group.rank == root:
+        check(tensor, group)
+        refuse_gradient(tensor, "scatter", "broadcast")
+        rows = rows_for(tensor, group, sizes)
+    with Operation("scatter", group, detail=(root,)) as operation:
+        shape, dtype = tell_shapes(operation, tensor, rows, root)
+        result = torch.empty(shape, dtype=dtype)
+        whole = cuts = None
+        if group.rank == root:
+            whole, cuts = plain(tensor).view(-1), flat_cuts(rows, tensor)
+        naive.scatter(operation, whole, result.view(-1), cuts, root)
+    return result
+
+
+def tell_shapes(operation, tensor, rows, root):
+    """The root tells every rank the shape and dtype of its part."""
+    header = torch.zeros(10, dtype=torch.int64)
+    if operation.group.rank != root:
+        code, dims, *shape = operation.receive(header, root).wait().tolist()
+        return tuple(shape[:dims]), DTYPES[code]
+    if tensor.dim() > 8:
+        raise ValueError(f"scatter takes at most 8 dims, got {tensor.dim()}; flatten some")
+    for rank, count in enumerate(rows):
+        shape = (count, *tensor.shape[1:])
+        told = [DTYPE_CODE[tensor.dtype], len(shape), *shape]
+        if rank == root:
+            mine = shape
+        else:
+            operation.send(torch.tensor(told + [0] * (10 - len(told))), rank)
+    return mine, tensor.dtype
+
+
+def all_to_all(tensor, group: Group, sizes=None):
+    """Part j of every rank's tensor goes to rank j; what comes back lies in rank order.
+
+    Parts are cut along dim 0, equal unless `sizes` lists this rank's rows for each other rank
+    (the ranks then first exchange 8 bytes each). Each rank sends all but its own part.
+    """
+    check(tensor, group)
+    rows = rows_for(tensor, group, sizes)
+    coming = rows
+    if sizes is not None:
+        coming = all_to_all(torch.tensor(rows), group).tolist()
+    if wants_gradient(tensor, None):
+        return linear(
+            tensor,
+            run=lambda x: all_to_all(x, group, sizes),
+            transpose=lambda g: all_to_all(g, group, None if sizes is None else coming),
+        )
+    result = torch.empty((sum(coming), *tensor.shape[1:]), dtype=tensor.dtype)
+    with Operation("all_to_all", group, tensor.shape[1:], tensor.dtype) as operation:
+        direct.all_to_all(
+            operation,
+            plain(tensor).view(-1),
+            result.view(-1),
+            flat_cuts(rows, tensor),
+            flat_cuts(coming, tensor),
+        )
+    return result
+
+
+def barrier(group: Group):
+    """Return when every rank of the group has come here (2(W-1) messages of one byte)."""
+    check_group(group)
+    token = torch.zeros(1, dtype=torch.uint8)
+    with Operation("barrier", group) as operation:
+        tree.all_reduce(operation, token, token, Reduction("max", token.dtype, group.size))
+
+
+# What all of them need.
+
+
+class Result:
+    """The tensor a collective returns: `out` if given, a new one otherwise.
+
+    `flat` is contiguous memory for the algorithms; `done()` copies it back where `out` has gaps.
+    """
+
+    def __init__(self, out, shape, like, other_shape=None):
+        shape = tuple(shape)
+        if out is None:
+            out = torch.empty(shape, dtype=like.dtype, device=like.device)
+        wanted = {shape, tuple(other_shape or shape)}
+        if tuple(out.shape) not in wanted or out.dtype != like.dtype or out.device != like.device:
+            raise ValueError(
+                f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
+                f"the result is {shape} {like.dtype} on {like.device}"
+            )
+        self.out = out
+        dense = out.detach() if out.is_contiguous() else torch.empty(shape, dtype=like.dtype)
+        self.flat = dense.view(-1)
+
+    def done(self):
+        if not self.out.is_contiguous():
+            with torch.no_grad():
+                self.out.copy_(self.flat.view(self.out.shape))
+        return self.out
+
+
+def check_group(group):
+    if not isinstance(group, Group):
+        raise TypeError(
+            f"expected a Group, got {group!r}"
+            + (": this rank is not in the subgroup, so it must not call" if group is None else "")
+        )
+
+
+def check(tensor, group):
+    """Errors for what no collective can take."""
+    check_group(group)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a tensor, got {tensor!r}; wrap it: torch.tensor(...)")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(f"cannot send a {tensor.layout} tensor; make it dense: .to_dense()")
+    if tensor.device.type not in ("cpu", "cuda") or (
+        tensor.device.type == "cuda" and current().backend.name() == "gloo"
+    ):
+        raise ValueError(
+            f"this tensor is on {tensor.device}, the ranks exchange tensors on the CPU: .cpu()"
+        )
+
+
+def plain(tensor):
+    """The values as contiguous memory: no autograd, no strides, no lazy conjugate."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def refuse_gradient(tensor, name, instead):
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"no gradient flows through {name}, where only one rank has a result: "
+            f"use {instead}, or detach() the tensor"
+        )
+
+
+def on_root_else_zeros(total, like):
+    return torch.zeros_like(like) if total is None else total
+
+
+def pick(collective, algorithm, tensor, group, reduction=None):
+    """The function of an algorithm and its name; ValueError for a name that does not exist."""
+    table = ALGORITHMS[collective]
+    if algorithm == "auto":
+        narrow = reduction is not None and reduction.widens
+        algorithm = (
+            "torch" if tensor.is_cuda else choose(collective, tensor.nbytes, group, narrow)
+        )
+    if algorithm not in table:
+        raise ValueError(f"{collective} has no algorithm {algorithm!r}: one of {', '.join(table)}")
+    return table[algorithm], algorithm
+
+
+def rows_for(tensor, group, sizes):
+    """How many rows of dim 0 go to each rank; ValueError where they cannot be cut so."""
+    if tensor.dim() == 0:
+        raise ValueError("cannot cut a number into parts: give a tensor with at least one dim")
+    rows = len(tensor)
+    if sizes is None:
+        if rows % group.size:
+            raise ValueError(
+                f"cannot cut {rows} rows into {group.size} equal parts: pad first, or give sizes"
+            )
+        return [rows // group.size] * group.size
+    check_sizes(sizes, group)
+    if sum(sizes) != rows:
+        raise ValueError(f"sizes {list(sizes)} add up to {sum(sizes)}, the tensor has {rows} rows")
+    return list(sizes)
+
+
+def gathered_rows(tensor, group, sizes):
+    """How many rows each rank brings to a gather."""
+    mine = len(tensor) if tensor.dim() else 1
+    if sizes is None:
+        return [mine] * group.size
+    if isinstance(sizes, str) and sizes == "exchange":
+        return all_gather(torch.tensor([mine]), group).tolist()
+    check_sizes(sizes, group)
+    if sizes[group.rank] != mine:
+        raise ValueError(
+            f"sizes says {sizes[group.rank]} rows for rank {group.rank}, its tensor has {mine}"
+        )
+    return list(sizes)
+
+
+def check_sizes(sizes, group):
+    if (
+        isinstance(sizes, str)
+        or len(sizes) != group.size
+        or any(not isinstance(size, int) or size < 0 for size in sizes)
+    ):
+        raise ValueError(f"sizes are {group.size} numbers of rows, one for each rank; got {sizes!r}")
+
+
+def flat_cuts(rows, tensor):
+    """Where the parts lie in the flattened tensor."""
+    row = 1
+    for size in tensor.shape[1:]:
+        row *= size
+    return cuts_of([count * row for count in rows])

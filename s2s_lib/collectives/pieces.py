@@ -1,0 +1,45 @@
+"""Cutting a flat tensor into one piece for each rank, and memory to receive pieces into."""
+
+import threading
+
+import torch
+
+MOST_KEPT = 64 * 2**20
+
+_kept = threading.local()
+
+
+def even_cuts(numel: int, size: int) -> list[int]:
+    """`size + 1` positions that cut `numel` elements into pieces that differ by at most one."""
+    return [numel * i // size for i in range(size + 1)]
+
+
+def cuts_of(sizes: list[int]) -> list[int]:
+    """Positions that cut a flat tensor into pieces of these sizes."""
+    cuts = [0]
+    for size in sizes:
+        cuts.append(cuts[-1] + size)
+    return cuts
+
+
+def piece(flat: torch.Tensor, cuts: list[int], first: int, last: int | None = None):
+    """Piece `first` of a flat tensor, or pieces `first` up to and without `last`, as a view."""
+    return flat[cuts[first] : cuts[first + 1 if last is None else last]]
+
+
+def scratch(slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised flat tensor; the same memory at the next call with the same slot.
+
+    Kept for each thread, as long as the slots of a thread stay under 64 MiB in all. Nothing in
+    it survives an operation.
+    """
+    pool = _kept.__dict__
+    key = (slot, dtype)
+    buffer = pool.get(key)
+    if buffer is None or buffer.numel() < numel:
+        others = sum(kept.nbytes for kept in pool.values()) - (buffer.nbytes if key in pool else 0)
+        buffer = torch.empty(numel, dtype=dtype)
+        if others + buffer.nbytes > MOST_KEPT:
+            return buffer
+        pool[key] = buffer
+    return buffer[:numel]

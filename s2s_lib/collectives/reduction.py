@@ -1,0 +1,48 @@
+"""What "reduce" means: the operation, the dtype it is done in, and which dtypes allow it."""
+
+import torch
+
+OPS = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": torch.mul,
+}
+
+
+class Reduction:
+    """`combine` takes two tensors into a third; `finish` divides for avg, in place.
+
+    Floats narrower than 32 bits are added and multiplied in float32 (`dtype`), and rounded once
+    at the end. TypeError where a result could not be represented: avg of integers, sum, avg or
+    prod of bools, max or min of complex numbers.
+    """
+
+    def __init__(self, op: str, dtype: torch.dtype, size: int):
+        if op not in OPS:
+            raise ValueError(f"no reduction {op!r}: choose one of {', '.join(OPS)}")
+        self.op = op
+        self.size = size
+        self.check(op, dtype)
+        narrow = dtype.is_floating_point and dtype.itemsize < 4
+        self.dtype = torch.float32 if narrow and op in ("sum", "avg", "prod") else dtype
+        self.widens = self.dtype != dtype
+        self.function = OPS[op]
+
+    @staticmethod
+    def check(op, dtype):
+        whole = not (dtype.is_floating_point or dtype.is_complex)
+        if op == "avg" and whole:
+            raise TypeError(f"the average of {dtype} would be rounded: convert to float, or sum")
+        if op == "sum" and dtype == torch.bool:
+            raise TypeError("the sum of bools is not a bool: use max for 'any', or convert to int")
+        if op in ("max", "min") and dtype.is_complex:
+            raise TypeError(f"complex numbers have no order, so no {op}; reduce abs() instead")
+
+    def combine(self, received, mine, out):
+        self.function(received, mine, out=out)
+
+    def finish(self, chunk):
+        if self.op == "avg":
+            chunk.div_(self.size)

@@ -1,0 +1,33 @@
+"""The same program under torchrun: join the world that it set up instead of starting one."""
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+from s2s_lib.ranks import wire
+
+
+def run_in_world(fn, args, ranks, cluster, timeout, check) -> list:
+    """`launch` for a process started by torchrun: every process gets the values of all."""
+    size = int(os.environ["WORLD_SIZE"])
+    if ranks not in (None, size):
+        raise ValueError(
+            f"launch asks for {ranks} ranks, torchrun started {size}: "
+            f"start it with {ranks} processes, or leave `ranks` out"
+        )
+    if not dist.is_initialized():
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+    world = wire.connect(dist.get_rank(), size, timeout=timeout, cluster=cluster, check=check)
+    value = fn(world, *args)
+    wire.finish()
+    values = [None] * size
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,73 @@
+"""The emulated link: hold each message back until a slower wire would have delivered it.
+
+Each rank has, for each class of link (inside a node, between nodes), one port that sends and one
+that receives, both at the link's full rate. A message leaves when the sending port is free, its
+first bit arrives one latency later, and its last bit when the receiving port has taken all of it:
+
+    departs = max(now, sender's port free)
+    arrives = max(departs + latency, receiver's port free) + bytes / bandwidth
+
+The sender writes `departs` into a small header (the ranks of one machine share a clock) and goes
+on at once; the receiver takes the true bytes and then sleeps until `arrives`. Inside one
+operation, "now" for a rank that has just received is the moment the message should have arrived,
+not the slightly later moment at which it woke up: so lateness does not add up over the steps of a
+ring, and the additions between two steps count as free.
+"""
+
+import ctypes
+import sys
+import threading
+import time
+
+import torch
+
+
+class Links:
+    """This rank's ports to each class of link of `cluster`."""
+
+    def __init__(self, rank, cluster):
+        self.rank = rank
+        self.cluster = cluster
+        self.lock = threading.Lock()
+        self.sending_free = {}
+        self.receiving_free = {}
+        self.thread = threading.local()
+        _sleep_precisely()
+
+    def between(self, peer):
+        """The Link to a world rank, or None where messages are not slowed."""
+        return self.cluster.link(self.rank, peer)
+
+    def begin(self):
+        """A new operation starts: "now" is the clock again."""
+        self.thread.now = None
+
+    def depart(self, peer, nbytes) -> torch.Tensor:
+        """Queue a message on the sending port; returns its header."""
+        link, kind = self.between(peer), self.cluster.link_class(self.rank, peer)
+        now = getattr(self.thread, "now", None) or time.monotonic()
+        with self.lock:
+            departs = max(now, self.sending_free.get(kind, 0.0))
+            self.sending_free[kind] = departs + nbytes / link.bytes_per_second
+        return torch.tensor([departs], dtype=torch.float64)
+
+    def arrive(self, peer, nbytes, header):
+        """Sleep until the message with this header has arrived."""
+        link, kind = self.between(peer), self.cluster.link_class(self.rank, peer)
+        with self.lock:
+            first_bit = header.item() + link.latency_us / 1e6
+            begins = max(first_bit, self.receiving_free.get(kind, 0.0))
+            arrives = begins + nbytes / link.bytes_per_second
+            self.receiving_free[kind] = arrives
+        self.thread.now = arrives
+        left = arrives - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+
+
+def _sleep_precisely():
+    # Linux may delay a wake-up by 50 us to batch it with others; ask this thread, and those it
+    # starts, for 1 ns.
+    if sys.platform == "linux":
+        PR_SET_TIMERSLACK = 29
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)

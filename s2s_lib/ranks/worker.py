@@ -1,0 +1,221 @@
+"""The life of one rank: connect, run what the launcher sends, report, and never outlive it.
+
+The rank's main thread runs the user's code. A second thread reads the channel to the launcher,
+so that a rank blocked in a receive still answers "where are you?", and ends the process when the
+launcher is gone.
+"""
+
+import ctypes
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+
+LAST_FD = 1 << 16
+
+
+def preload():
+    """Import, in the fork server, everything that a rank needs."""
+    import cloudpickle  # noqa: F401
+    import numpy  # noqa: F401
+    import torch.distributed  # noqa: F401
+
+    from s2s_lib.ranks import wire  # noqa: F401
+
+
+def main(channel_fd: int, stdout_fd: int, stderr_fd: int):
+    """Be a rank until told to stop; called in the child right after the fork, never returns."""
+    try:
+        die_with_parent()
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        channel_fd = take_descriptors(channel_fd, stdout_fd, stderr_fd)
+        Worker(Connection(channel_fd)).run()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(1)
+
+
+def die_with_parent():
+    """On Linux the kernel ends this process when its parent ends, whatever it is doing."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def take_descriptors(channel_fd, stdout_fd, stderr_fd):
+    """Put the streams at 0, 1, 2, the channel at 3, and close all the server had open."""
+    os.dup2(stdout_fd, 1)
+    os.dup2(stderr_fd, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    kept = os.dup(channel_fd)
+    os.dup2(kept, 3)
+    os.closerange(4, LAST_FD)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = open(descriptor, "w", encoding="utf-8", errors="replace", closefd=False)
+        stream.reconfigure(line_buffering=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    return 3
+
+
+class Worker:
+    def __init__(self, channel):
+        self.channel = channel
+        self.sending = threading.Lock()
+        self.tasks = queue.SimpleQueue()
+        self.state = "starting"
+        self.namespace = {}
+
+    def run(self):
+        self.settings = pickle.loads(self.channel.recv_bytes())
+        self.rank = self.settings["rank"]
+        self.take_surroundings()
+        threading.Thread(target=self.read_channel, daemon=True).start()
+        self.attempt(self.connect)
+        while True:
+            kind, payload = self.tasks.get()
+            self.state = "running"
+            self.attempt(getattr(self, f"do_{kind}"), payload)
+
+    def take_surroundings(self):
+        """Path, folder, environment and threads as in the process that called launch."""
+        import torch
+
+        os.environ.clear()
+        os.environ.update(self.settings["environ"])
+        sys.path[:] = self.settings["path"]
+        os.chdir(self.settings["folder"])
+        sys.argv = self.settings["argv"]
+        torch.set_num_threads(self.settings["threads"])
+
+    def read_channel(self):
+        while True:
+            try:
+                kind, payload = pickle.loads(self.channel.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(1)
+            if kind == "where":
+                self.tell("where", self.where())
+            else:
+                self.tasks.put((kind, payload))
+
+    def tell(self, kind, content):
+        with self.sending:
+            self.channel.send_bytes(pickle.dumps((kind, content)))
+
+    def attempt(self, task, *args):
+        """Run a task and tell its answer, or what it raised."""
+        try:
+            answer = task(*args)
+        except BaseException as error:
+            self.state = "failed"
+            flush_streams()
+            self.tell("error", describe(error))
+        else:
+            self.state = "finished"
+            flush_streams()
+            if answer is not None:
+                self.tell(*answer)
+
+    def connect(self):
+        from s2s_lib.ranks import wire
+
+        settings = self.settings
+        self.world = wire.connect(
+            self.rank,
+            settings["size"],
+            store=settings["store"],
+            timeout=settings["timeout"],
+            cluster=settings["cluster"],
+            check=settings["check"],
+        )
+
+    def do_call(self, payload):
+        import cloudpickle
+
+        from s2s_lib.ranks import wire
+
+        fn, args = cloudpickle.loads(payload)
+        value = fn(self.world, *args)
+        wire.finish()
+        try:
+            return "result", cloudpickle.dumps(value)
+        except Exception as error:
+            raise TypeError(
+                f"the result of rank {self.rank}, a {type(value).__name__}, cannot be pickled "
+                f"({error}); return tensors, numbers and plain containers"
+            ) from None
+
+    def do_cell(self, source):
+        from s2s_lib.ranks import cells
+
+        return "result", cells.run(source, self.namespace, self.world)
+
+    def do_reconnect(self, store):
+        from s2s_lib.ranks import wire
+
+        wire.disconnect()
+        self.settings["store"] = store
+        self.connect()
+        return "result", None
+
+    def where(self):
+        """What this rank is doing, for the launcher's table: one line for each busy thread."""
+        from s2s_lib.ranks import wire
+
+        waits = wire.blocked()
+        if waits or self.state in ("finished", "failed"):
+            return waits or [(self.state, "", None)]
+        frame = sys._current_frames().get(threading.main_thread().ident)
+        return [(self.state, user_line(frame), None)]
+
+
+def user_line(frame):
+    """File and line of the innermost frame that is neither this package's nor torch's."""
+    for entry in reversed(traceback.extract_stack(frame)):
+        if f"{os.sep}s2s_lib{os.sep}" not in entry.filename and "torch" not in entry.filename:
+            return f"{os.path.basename(entry.filename)}:{entry.lineno} in {entry.name}"
+    return ""
+
+
+def flush_streams():
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def describe(error):
+    """An exception as plain values: how it came about, its frames, and what kind it is.
+
+    Frames travel as (file, line, function); the launcher fills in the source lines, since only
+    it knows the text of notebook cells.
+    """
+    from s2s_lib.ranks import wire
+
+    chain, seen = [], set()
+    link, relation = error, ""
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        frames = [
+            (f.filename, f.lineno, f.name) for f in traceback.extract_tb(link.__traceback__)
+        ]
+        text = "".join(traceback.format_exception_only(type(link), link)).strip()
+        chain.append((relation, [f for f in frames if f[0] != __file__], text))
+        if link.__cause__ is not None:
+            link, relation = link.__cause__, "The error above was raised from this one:"
+        elif link.__context__ is not None and not link.__suppress_context__:
+            link, relation = link.__context__, "It came up while handling this one:"
+        else:
+            link = None
+    kind = "error"
+    if isinstance(error, wire.WaitTimeout):
+        kind = "timeout"
+    elif isinstance(error, wire.ConnectionLost):
+        kind = "lost"
+    return {"kind": kind, "chain": chain, "wait": getattr(error, "wait", None)}
