@@ -4,7 +4,6 @@ It is what the hand-written ones are measured against, and what runs on a GPU, w
 the bytes. A process group for a subgroup is made on first use, by its members only.
 """
 
-import torch
 import torch.distributed as dist
 
 OPS = {

@@ -70,8 +70,8 @@ def broadcast(tensor, group: Group, root: int = 0, algorithm: str = "auto", out=
         )
     run, name = pick("broadcast", algorithm, tensor, group)
     result = Result(out, tensor.shape, tensor)
-    if group.rank == root:
-        result.flat.copy_(plain(tensor).view(-1))
+    if group.rank == root and tensor is not out:
+        result.flat.copy_(flat(tensor))
     with Operation("broadcast", group, tensor.shape, tensor.dtype, (root, name)) as operation:
         run(operation, result.flat, root)
     return result.done()
@@ -88,7 +88,7 @@ def reduce(tensor, group: Group, root: int = 0, op: str = "sum", algorithm="auto
     refuse_gradient(tensor, "reduce", "all_reduce")
     reduction = Reduction(op, tensor.dtype, group.size)
     run, name = pick("reduce", algorithm, tensor, group)
-    x = plain(tensor).view(-1)
+    x = flat(tensor)
     wide = x.to(reduction.dtype)
     result = total = None
     if group.rank == root:
@@ -118,7 +118,7 @@ def all_reduce(tensor, group: Group, op: str = "sum", algorithm: str = "auto", o
         )
     reduction = Reduction(op, tensor.dtype, group.size)
     run, name = pick("all_reduce", algorithm, tensor, group, reduction)
-    x = plain(tensor).view(-1)
+    x = flat(tensor)
     result = Result(out, tensor.shape, tensor)
     with Operation("all_reduce", group, tensor.shape, tensor.dtype, (op, name)) as operation:
         if reduction.widens and name != "direct":
@@ -147,7 +147,7 @@ def reduce_scatter(tensor, group: Group, op="sum", algorithm="auto", out=None, s
         )
     reduction = Reduction(op, tensor.dtype, group.size)
     run, name = pick("reduce_scatter", algorithm, tensor, group, reduction)
-    x = plain(tensor).view(-1)
+    x = flat(tensor)
     cuts = flat_cuts(rows, tensor)
     result = Result(out, (rows[group.rank], *tensor.shape[1:]), tensor)
     with Operation("reduce_scatter", group, tensor.shape, tensor.dtype, (op, name)) as operation:
@@ -175,7 +175,7 @@ def all_gather(tensor, group: Group, algorithm: str = "auto", out=None, sizes=No
             run=lambda x: all_gather(x, group, algorithm, sizes=rows),
             transpose=lambda g: reduce_scatter(g, group, sizes=rows).view(tensor.shape),
         )
-    x = plain(tensor).view(-1)
+    x = flat(tensor)
     cuts = flat_cuts(rows, tensor)
     shape = (sum(rows), *tensor.shape[1:])
     stacked = (group.size, *tensor.shape) if len(set(rows)) == 1 else shape
@@ -199,8 +199,8 @@ def gather(tensor, group: Group, root: int = 0, sizes=None):
     if group.rank == root:
         result = Result(None, (sum(rows), *tensor.shape[1:]), tensor)
     with Operation("gather", group, tensor.shape[1:], tensor.dtype, (root,)) as operation:
-        flat = result.flat if result else None
-        naive.gather(operation, plain(tensor).view(-1), flat, flat_cuts(rows, tensor), root)
+        whole = result.flat if result else None
+        naive.gather(operation, flat(tensor), whole, flat_cuts(rows, tensor), root)
     return result.done() if result else None
 
 
@@ -221,7 +221,7 @@ def scatter(tensor, group: Group, root: int = 0, sizes=None):
         result = torch.empty(shape, dtype=dtype)
         whole = cuts = None
         if group.rank == root:
-            whole, cuts = plain(tensor).view(-1), flat_cuts(rows, tensor)
+            whole, cuts = flat(tensor), flat_cuts(rows, tensor)
         naive.scatter(operation, whole, result.view(-1), cuts, root)
     return result
 
@@ -265,7 +265,7 @@ def all_to_all(tensor, group: Group, sizes=None):
     with Operation("all_to_all", group, tensor.shape[1:], tensor.dtype) as operation:
         direct.all_to_all(
             operation,
-            plain(tensor).view(-1),
+            flat(tensor),
             result.view(-1),
             flat_cuts(rows, tensor),
             flat_cuts(coming, tensor),
@@ -291,21 +291,23 @@ class Result:
     """
 
     def __init__(self, out, shape, like, other_shape=None):
-        shape = tuple(shape)
         if out is None:
             out = torch.empty(shape, dtype=like.dtype, device=like.device)
-        wanted = {shape, tuple(other_shape or shape)}
-        if tuple(out.shape) not in wanted or out.dtype != like.dtype or out.device != like.device:
+        elif (
+            out.shape not in (shape, other_shape)
+            or out.dtype is not like.dtype
+            or out.device != like.device
+        ):
             raise ValueError(
                 f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
-                f"the result is {shape} {like.dtype} on {like.device}"
+                f"the result is {tuple(shape)} {like.dtype} on {like.device}"
             )
         self.out = out
-        dense = out.detach() if out.is_contiguous() else torch.empty(shape, dtype=like.dtype)
-        self.flat = dense.view(-1)
+        self.dense = out.is_contiguous()
+        self.flat = flat(out if self.dense else torch.empty(shape, dtype=like.dtype))
 
     def done(self):
-        if not self.out.is_contiguous():
+        if not self.dense:
             with torch.no_grad():
                 self.out.copy_(self.flat.view(self.out.shape))
         return self.out
@@ -324,19 +326,24 @@ def check(tensor, group):
     check_group(group)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a tensor, got {tensor!r}; wrap it: torch.tensor(...)")
-    if tensor.layout != torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"cannot send a {tensor.layout} tensor; make it dense: .to_dense()")
-    if tensor.device.type not in ("cpu", "cuda") or (
-        tensor.device.type == "cuda" and current().backend.name() == "gloo"
-    ):
+    if not (tensor.is_cpu or (tensor.is_cuda and current().backend.name() != "gloo")):
         raise ValueError(
             f"this tensor is on {tensor.device}, the ranks exchange tensors on the CPU: .cpu()"
         )
 
 
-def plain(tensor):
-    """The values as contiguous memory: no autograd, no strides, no lazy conjugate."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+def flat(tensor):
+    """The values as one contiguous row: no autograd, no strides, no lazy conjugate.
+
+    A view of the same memory where that is possible.
+    """
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_complex() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous().view(-1)
 
 
 def refuse_gradient(tensor, name, instead):
@@ -356,9 +363,7 @@ def pick(collective, algorithm, tensor, group, reduction=None):
     table = ALGORITHMS[collective]
     if algorithm == "auto":
         narrow = reduction is not None and reduction.widens
-        algorithm = (
-            "torch" if tensor.is_cuda else choose(collective, tensor.nbytes, group, narrow)
-        )
+        algorithm = "torch" if tensor.is_cuda else choose(collective, tensor.nbytes, group, narrow)
     if algorithm not in table:
         raise ValueError(f"{collective} has no algorithm {algorithm!r}: one of {', '.join(table)}")
     return table[algorithm], algorithm
@@ -402,7 +407,9 @@ def check_sizes(sizes, group):
         or len(sizes) != group.size
         or any(not isinstance(size, int) or size < 0 for size in sizes)
     ):
-        raise ValueError(f"sizes are {group.size} numbers of rows, one for each rank; got {sizes!r}")
+        raise ValueError(
+            f"sizes are {group.size} numbers of rows, one for each rank; got {sizes!r}"
+        )
 
 
 def flat_cuts(rows, tensor):

@@ -53,9 +53,7 @@ def gather(operation, x, out, cuts, root):
     if group.rank != root:
         operation.send(x, root, 3)
         return
-    arrivals = [
-        operation.receive(piece(out, cuts, rank), rank, 3) for rank in others(group, root)
-    ]
+    arrivals = [operation.receive(piece(out, cuts, rank), rank, 3) for rank in others(group, root)]
     piece(out, cuts, root).copy_(x)
     for arrival in arrivals:
         arrival.wait()

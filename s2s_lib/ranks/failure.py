@@ -101,6 +101,8 @@ def doing(job, rank):
     if rank not in job.wheres:
         return [("no answer: it is stopped, or in a long computation", "", None)]
     return [
-        (f"nothing: it is {what} {group}".rstrip(), "", None) if since is None else (what, group, since)
+        (f"nothing: it is {what} {group}".rstrip(), "", None)
+        if since is None
+        else (what, group, since)
         for what, group, since in job.wheres[rank]
     ]

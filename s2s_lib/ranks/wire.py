@@ -15,6 +15,7 @@ neither, nothing of the kind runs.
 
 import contextlib
 import datetime
+import functools
 import os
 import sys
 import threading
@@ -121,6 +122,14 @@ def set_channel(channel: int):
     _thread.channel = channel
 
 
+@functools.lru_cache(maxsize=4096)
+def make_tag(group_key, channel, name, dtype, shape=(), detail=()) -> int:
+    """A number below 2^30 with 8 low bits free, the same on every rank that says the same."""
+    # Python's own hash of a string differs between processes, that of whole numbers does not.
+    words = [zlib.crc32(str(word).encode()) for word in (name, *detail)]
+    return (hash((group_key, channel, DTYPE_CODE[dtype], *shape, *words)) & 0x3FFFFF) << 8
+
+
 class Operation:
     """One collective, send or receive in progress on this thread; used as a context.
 
@@ -135,7 +144,7 @@ class Operation:
         self.name = name
         self.shown = shown or name
         self.group = group
-        self.shape = tuple(shape)
+        self.shape = shape if type(shape) is tuple else tuple(shape)
         self.dtype = dtype
         self.detail = detail
         self.sends = []
@@ -143,7 +152,9 @@ class Operation:
     def __enter__(self):
         wire = self.wire
         self.channel = getattr(_thread, "channel", 0)
-        self.tag = self.make_tag(self.name, DTYPE_CODE[self.dtype], *self.shape, *self.detail)
+        self.tag = make_tag(
+            self.group.key, self.channel, self.name, self.dtype, self.shape, self.detail
+        )
         self.outer = getattr(_thread, "operation", None)
         self.outermost = self if self.outer is None else self.outer.outermost
         _thread.operation = self
@@ -175,11 +186,6 @@ class Operation:
         for transfer in self.sends:
             transfer.wait()
         self.sends.clear()
-
-    def make_tag(self, *parts) -> int:
-        """A number below 2^30 with 8 low bits free, the same on every rank that says the same."""
-        numbers = [p if isinstance(p, int) else _number_of(p) for p in parts]
-        return (hash((self.group.key, self.channel, *numbers)) & 0x3FFFFF) << 8
 
     def send(self, tensor, to, step=0) -> "Transfer":
         """Start sending a contiguous tensor to the rank at place `to`.
@@ -329,7 +335,8 @@ def agree(operation: Operation):
 
     Raises ValueError on all of them, with what each said, unless all said the same.
     """
-    group, text, tag = operation.group, operation.describe(), operation.make_tag("agree")
+    group, text = operation.group, operation.describe()
+    tag = make_tag(group.key, operation.channel, "agree", torch.uint8)
     places = [place for place in range(group.size) if place != group.rank]
     theirs = {place: torch.empty(256, dtype=torch.uint8) for place in places}
     mine = torch.frombuffer(bytearray(text.encode()[:256].ljust(256, b"\0")), dtype=torch.uint8)
@@ -354,13 +361,3 @@ def finish():
 def blocked() -> list[tuple[str, str, float]]:
     """For each blocked thread of this rank: what it waits for, in which group, since when."""
     return [transfer.row() for transfer in list(_wire.blocked.values())] if _wire else []
-
-
-_numbers = {}
-
-
-def _number_of(word):
-    # Python's own hash of a string differs between processes.
-    if word not in _numbers:
-        _numbers[word] = zlib.crc32(str(word).encode())
-    return _numbers[word]

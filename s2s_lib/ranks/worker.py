@@ -202,9 +202,7 @@ def describe(error):
     link, relation = error, ""
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        frames = [
-            (f.filename, f.lineno, f.name) for f in traceback.extract_tb(link.__traceback__)
-        ]
+        frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(link.__traceback__)]
         text = "".join(traceback.format_exception_only(type(link), link)).strip()
         chain.append((relation, [f for f in frames if f[0] != __file__], text))
         if link.__cause__ is not None:

@@ -1,0 +1,96 @@
+"""What a lesson shows besides pictures: the library's own source, and the table of the course.
+
+Both are Markdown, so they read in a notebook that is not trusted yet, on a site and on GitHub; and
+a lesson whose stored source is no longer the library's fails as a test, with the difference.
+"""
+
+import inspect
+import sys
+import textwrap
+from dataclasses import dataclass
+
+from s2s_lib.meters.units import human_bytes
+
+
+def show(*objects) -> None:
+    """Show the source of functions, classes or methods; printed where there is no notebook."""
+    for thing in objects:
+        source = source_of(thing)
+        fence = "````" if "```" in source else "```"
+        _display(f"{fence}python\n{source}\n{fence}", plain=source)
+
+
+def source_of(thing) -> str:
+    """The source of a function, class or method, moved to the left margin."""
+    try:
+        return textwrap.dedent(inspect.getsource(thing)).rstrip()
+    except (TypeError, OSError) as error:
+        raise ValueError(
+            f"no Python source to show for {thing!r}; show() takes functions, classes and methods "
+            "that are written in Python, in a file or in a cell"
+        ) from error
+
+
+def _display(markdown, plain):
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        ipython.display.display(ipython.display.Markdown(markdown))
+    else:
+        print(plain)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a rank holds, and what it sends in a step, in bytes."""
+
+    strategy: str
+    weights: float
+    gradients: float
+    optimizer: float
+    sent_per_step: float
+
+    @property
+    def held(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+def row_one_process(parameters: int) -> Row:
+    """Training alone: for each of P parameters 4 bytes, as many of gradient, 8 of AdamW state."""
+    return Row("one process", 4 * parameters, 4 * parameters, 8 * parameters, 0)
+
+
+def row_ddp(parameters: int, ranks: int) -> Row:
+    """Each of W ranks holds what one process does; an all_reduce sends 2(W-1)/W of the gradients.
+
+    That is the mean over the ranks, and each rank's own number where W divides every bucket.
+    """
+    alone = row_one_process(parameters)
+    sent = 2 * (ranks - 1) / ranks * alone.gradients
+    return Row(f"DDP, {ranks} ranks", alone.weights, alone.gradients, alone.optimizer, sent)
+
+
+class Table:
+    """A Markdown table that a notebook shows as the last line of a cell."""
+
+    def __init__(self, header, rows):
+        self.lines = [self._line(header), "|:--|" + "--:|" * (len(header) - 1)]
+        self.lines += [self._line(row) for row in rows]
+
+    @staticmethod
+    def _line(cells):
+        return "| " + " | ".join(cells) + " |"
+
+    def __repr__(self):
+        return "\n".join(self.lines)
+
+    _repr_markdown_ = __repr__
+
+
+def who_holds_what(rows: list[Row]) -> Table:
+    """The table that grows through the course: a line for each strategy, bytes of each rank."""
+    header = ["each rank", "weights", "gradients", "optimizer", "held in all", "sent per step"]
+    lines = []
+    for row in rows:
+        numbers = row.weights, row.gradients, row.optimizer, row.held, row.sent_per_step
+        lines.append([row.strategy, *(human_bytes(number) for number in numbers)])
+    return Table(header, lines)
