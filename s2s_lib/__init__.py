@@ -8,6 +8,7 @@ _HOME = {
     "Link": "cluster",
     "GPU": "cluster",
     "Cluster": "cluster",
+    "preset": "cluster",
     "launch": "ranks.launch",
     "RankError": "ranks.failure",
     "Group": "ranks.group",
@@ -28,6 +29,19 @@ _HOME = {
     "choose": "collectives.choose",
     "cost": "collectives.choose",
     "background": "collectives.background",
+    "bill": "meters.bill",
+    "timeline": "meters.timeline",
+    "Timelines": "meters.timeline",
+    "memory": "meters.memory",
+    "DDP": "strategies.ddp",
+    "GPT": "course.model",
+    "GPTConfig": "course.model",
+    "next_token_loss": "course.model",
+    "text": "course.data",
+    "split": "course.data",
+    "Batches": "course.data",
+    "evaluation": "course.data",
+    "show": "course.show",
 }
 
 __all__ = list(_HOME)

@@ -47,6 +47,22 @@ class ConnectionLost(RuntimeError):
     """The other end of a message is gone."""
 
 
+class Log:
+    """What the wire tells those who listen (`wire.logs`); times are of `time.monotonic`."""
+
+    def message(self, name, group, peer, nbytes, when):
+        """This rank sends `nbytes` to world rank `peer`, as part of collective `name`."""
+
+    def operation(self, name, group, channel, start, end):
+        """This rank was in `name` on thread `channel` (0 is the main thread)."""
+
+    def wait(self, name, channel, start, end):
+        """In it, this thread was blocked until a message had gone or come."""
+
+    def mark(self, name, when):
+        """Somebody noted a moment."""
+
+
 class Wire:
     """This process's connection to the others."""
 
@@ -115,6 +131,12 @@ def current() -> Wire:
             "no ranks here: ranks communicate inside a function given to launch(fn, ranks=...)"
         )
     return _wire
+
+
+def mark(name: str):
+    """Note this moment, under a name, in every open log."""
+    for log in current().logs:
+        log.mark(name, time.monotonic())
 
 
 def set_channel(channel: int):

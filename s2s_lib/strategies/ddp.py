@@ -1,0 +1,220 @@
+"""Data parallelism: the whole model on every rank, each with its own part of the batch.
+
+    who holds what    weights, gradients and optimizer state: all of them, on every rank
+    who sends what    2(W-1)/W of the gradients' bytes from each rank and step: one all_reduce
+
+The gradients are averaged while backward still computes. Parameters are put into *buckets* in
+reverse order, which is about the order in which their gradients appear; as soon as all of a
+bucket's gradients are there, a second thread averages them, and `backward()` returns when the
+last bucket is done. So `optimizer.step()` finds final gradients, as with one process.
+
+torch's own class adds much that is not here: bucket sizes that follow the first backward, delayed
+all_reduce, communication hooks, static graphs. (Li et al., VLDB 2020.)
+"""
+
+import contextlib
+import functools
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from s2s_lib.collectives.background import background
+from s2s_lib.collectives.functions import all_gather, all_reduce
+from s2s_lib.ranks.group import Group
+from s2s_lib.ranks.wire import mark
+from s2s_lib.strategies.bucket import Bucket
+from s2s_lib.strategies.replicas import check_same, copy_from
+
+
+class DDP(nn.Module):
+    """`module` on every rank of `group`, with gradients averaged when `backward()` returns.
+
+    Construction: all ranks check that they built the same module (ValueError on all, naming the
+    first difference), then take the weights and buffers of the group's first rank.
+    Forward: as the module's; in training mode the first rank's buffers are then copied to all.
+    Backward: each bucket (`bucket_mb` megabytes of parameters of one dtype) is averaged as soon
+    as it is complete, on a second thread; with `overlap=False` after backward, one by one.
+    Step: nothing; every rank takes the same one.
+
+    A parameter's gradient is the sum over ranks divided by W, where a rank that did not use it
+    counts as zero; nobody used it: it stays None. So equal batches with a mean loss give the
+    gradient of the whole batch. Where ranks hold n_r samples or tokens of N, let the local loss be
+    sum_r * W / N. 16-bit gradients are added in float32 and rounded once.
+
+    Sent by each rank and backward: 2(W-1)/W of the bytes of the trainable parameters (each piece
+    of a bucket that W does not divide is rounded up or down), plus the buffers' bytes, from the
+    first rank, where the module has some.
+    """
+
+    def __init__(self, module: nn.Module, group: Group, bucket_mb: float = 25, overlap=True):
+        super().__init__()
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb={bucket_mb}: give megabytes above 0")
+        self.module = module
+        self.group = group
+        self.overlap = overlap
+        self.syncing = True
+        self.in_backward = False
+        check_same(module, group)
+        copy_from([*module.parameters(), *module.buffers()], group)
+        self.buffers_from = 0
+        self.buckets = self.make_buckets(bucket_mb * 2**20)
+        for bucket in self.buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                hook = functools.partial(self.gradient_arrived, bucket, i)
+                parameter.register_post_accumulate_grad_hook(hook)
+
+    def make_buckets(self, limit) -> list[Bucket]:
+        """Trainable parameters, last first, in runs of one dtype up to `limit` bytes."""
+        # A DDP inside averages its own; averaging twice would send the bytes twice.
+        inside = {
+            id(p) for m in self.module.modules() if isinstance(m, DDP) for p in m.parameters()
+        }
+        self.frozen = [p for p in self.module.parameters() if not p.requires_grad]
+        runs, filling = [], {}
+        for name, parameter in reversed(list(self.module.named_parameters())):
+            if not parameter.requires_grad or id(parameter) in inside:
+                continue
+            run = filling.get(parameter.dtype)
+            if run is None or run[2] + parameter.nbytes > limit:
+                run = filling[parameter.dtype] = [[], [], 0]
+                runs.append(run)
+            run[0].append(name)
+            run[1].append(parameter)
+            run[2] += parameter.nbytes
+        return [Bucket(names, parameters) for names, parameters, _ in runs]
+
+    def forward(self, *args, **kwargs):
+        if any(p.requires_grad for p in self.frozen):
+            raise RuntimeError(
+                "a parameter that was frozen when DDP was built is trainable now, and would not "
+                "be averaged: set requires_grad first, then build DDP"
+            )
+        # A backward that raised never ended; a forward inside backward is a checkpoint's.
+        if torch._C._current_graph_task_id() == -1:
+            self.in_backward = False
+        outputs = self.module(*args, **kwargs)
+        if self.training and self.syncing:
+            self.copy_buffers()
+        for tensor in pytree.tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self.begin_backward)
+        return outputs
+
+    def copy_buffers(self):
+        copy_from(list(self.module.buffers()), self.group, self.buffers_from)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backward passes inside leave the gradients as they are on this rank; they add up, and
+        the next backward outside averages the sum. What counts is where backward runs."""
+        inner = [m for m in self.modules() if isinstance(m, DDP)]
+        before = [m.syncing for m in inner]
+        for m in inner:
+            m.syncing = False
+        try:
+            yield
+        finally:
+            for m, syncing in zip(inner, before, strict=True):
+                m.syncing = syncing
+
+    # Backward, in order.
+
+    def begin_backward(self, _=None):
+        """At the first gradient of an output, in the outermost backward."""
+        if not self.in_backward and self.syncing:
+            self.in_backward = True
+            for bucket in self.buckets:
+                bucket.begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def gradient_arrived(self, bucket, i, parameter):
+        """Each time a parameter's gradient was added to."""
+        if not self.syncing:
+            return
+        self.begin_backward()
+        if parameter.grad.requires_grad:
+            raise RuntimeError(
+                "backward(create_graph=True) would differentiate through the averaging, which is "
+                "not recorded: take the inner gradient with torch.autograd.grad instead"
+            )
+        if bucket.sent:
+            raise RuntimeError(
+                f"the gradient of {bucket.names[i]} arrived more often than in any backward before,"
+                " when its bucket had been sent: build DDP with overlap=False"
+            )
+        bucket.take(i)
+        bucket.arrived[i] += 1
+        if bucket.complete:
+            mark(f"bucket {self.buckets.index(bucket)} ready")
+            if self.overlap:
+                self.send_complete()
+
+    def send_complete(self):
+        """Send complete buckets; always in order, so that all ranks send them in the same."""
+        for bucket in self.buckets:
+            if not bucket.sent:
+                if not bucket.complete:
+                    return
+                bucket.fill()
+                self.send(bucket)
+
+    def send(self, bucket):
+        average = functools.partial(all_reduce, bucket.flat, self.group, op="avg", out=bucket.flat)
+        bucket.sent = background(average) if self.overlap else average
+        if not self.overlap:
+            average()
+
+    def end_backward(self):
+        """When the outermost backward is over: send the rest, wait for all."""
+        self.in_backward = False
+        # torch.autograd.grad may pass through the outputs without asking for any parameter.
+        if any(any(bucket.arrived) for bucket in self.buckets):
+            for bucket in self.buckets:
+                if not bucket.sent:
+                    bucket.fill()
+                    self.send(bucket)
+            self.wait_for_buckets()
+
+    def wait_for_buckets(self):
+        for bucket in self.buckets:
+            if self.overlap:
+                bucket.sent.wait()
+            bucket.hand_out()
+
+    # Ranks with different numbers of batches.
+
+    def join(self, batches):
+        """Iterate over this rank's batches although other ranks have more or fewer.
+
+        A rank that has run out counts as zero in the averages (the divisor stays W) until every
+        rank has; then all take the weights and buffers of the first rank that ran to the end. The
+        loop's body must make one forward and one backward a batch, as it must on every rank.
+        One all_gather of 8 bytes a rank comes before each batch.
+        """
+        batches, dropped = iter(batches), False
+        while True:
+            batch = next(batches, None)
+            have = all_gather(torch.tensor([int(batch is not None)]), self.group).tolist()
+            if not any(have):
+                break
+            self.buffers_from, dropped = have.index(1), dropped or not all(have)
+            if batch is None:
+                self.stand_in()
+            else:
+                yield batch
+        if dropped:
+            everything = [*self.module.parameters(), *self.module.buffers()]
+            copy_from(everything, self.group, self.buffers_from)
+        self.buffers_from = 0
+
+    def stand_in(self):
+        """Take part in one forward and backward of the others without a batch."""
+        if self.training:
+            self.copy_buffers()
+        for bucket in self.buckets:
+            bucket.leave_out()
+            self.send(bucket)
+        self.wait_for_buckets()
+        self.zero_grad()
