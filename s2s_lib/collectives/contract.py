@@ -1,0 +1,117 @@
+"""What every collective promises about its arguments: checked here, in one way for all.
+
+Any shape, strides and dtype; the argument is never changed; the result is `out` or a new tensor;
+and what cannot work is refused before a byte moves, with the numbers and the way out.
+"""
+
+import torch
+
+from s2s_lib.collectives.pieces import cuts_of
+from s2s_lib.ranks.group import Group
+from s2s_lib.ranks.wire import current
+
+
+class Result:
+    """The tensor a collective returns: `out` if given, a new one otherwise.
+
+    `flat` is contiguous memory for the algorithms; `done()` copies it back where `out` has gaps.
+    """
+
+    def __init__(self, out, shape, like, other_shape=None):
+        if out is None:
+            out = torch.empty(shape, dtype=like.dtype, device=like.device)
+        elif (
+            out.shape not in (shape, other_shape)
+            or out.dtype is not like.dtype
+            or out.device != like.device
+        ):
+            raise ValueError(
+                f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
+                f"the result is {tuple(shape)} {like.dtype} on {like.device}"
+            )
+        self.out = out
+        self.dense = out.is_contiguous()
+        self.flat = flat(out if self.dense else torch.empty(shape, dtype=like.dtype))
+
+    def done(self):
+        if not self.dense:
+            with torch.no_grad():
+                self.out.copy_(self.flat.view(self.out.shape))
+        return self.out
+
+
+def check_group(group):
+    if not isinstance(group, Group):
+        raise TypeError(
+            f"expected a Group, got {group!r}"
+            + (": this rank is not in the subgroup, so it must not call" if group is None else "")
+        )
+
+
+def check(tensor, group):
+    """Errors for what no collective can take."""
+    check_group(group)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a tensor, got {tensor!r}; wrap it: torch.tensor(...)")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"cannot send a {tensor.layout} tensor; make it dense: .to_dense()")
+    if not (tensor.is_cpu or (tensor.is_cuda and current().backend.name() != "gloo")):
+        raise ValueError(
+            f"this tensor is on {tensor.device}, the ranks exchange tensors on the CPU: .cpu()"
+        )
+
+
+def flat(tensor):
+    """The values as one contiguous row: no autograd, no strides, no lazy conjugate.
+
+    A view of the same memory where that is possible.
+    """
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_complex() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous().view(-1)
+
+
+def refuse_gradient(tensor, name, instead):
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"no gradient flows through {name}, where only one rank has a result: "
+            f"use {instead}, or detach() the tensor"
+        )
+
+
+def rows_for(tensor, group, sizes):
+    """How many rows of dim 0 go to each rank; ValueError where they cannot be cut so."""
+    if tensor.dim() == 0:
+        raise ValueError("cannot cut a number into parts: give a tensor with at least one dim")
+    rows = len(tensor)
+    if sizes is None:
+        if rows % group.size:
+            raise ValueError(
+                f"cannot cut {rows} rows into {group.size} equal parts: pad first, or give sizes"
+            )
+        return [rows // group.size] * group.size
+    check_sizes(sizes, group)
+    if sum(sizes) != rows:
+        raise ValueError(f"sizes {list(sizes)} add up to {sum(sizes)}, the tensor has {rows} rows")
+    return list(sizes)
+
+
+def check_sizes(sizes, group):
+    if (
+        isinstance(sizes, str)
+        or len(sizes) != group.size
+        or any(not isinstance(size, int) or size < 0 for size in sizes)
+    ):
+        raise ValueError(
+            f"sizes are {group.size} numbers of rows, one for each rank; got {sizes!r}"
+        )
+
+
+def flat_cuts(rows, tensor):
+    """Where the parts lie in the flattened tensor."""
+    row = 1
+    for size in tensor.shape[1:]:
+        row *= size
+    return cuts_of([count * row for count in rows])
