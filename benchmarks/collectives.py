@@ -1,7 +1,8 @@
 """Our collectives beside gloo's own, over sizes and numbers of ranks.
 
 Both get the same scheduling policy and the same tensors. Ours return into `out=`; gloo works in
-place where that is its way. A cell is the median over alternating repeats on the slowest rank.
+place where that is its way, and for all_reduce also after a copy, which is our contract. A cell
+is the median of alternating repeats; each repeat counts as long as on its slowest rank.
 """
 
 import statistics
@@ -10,10 +11,12 @@ import time
 import torch
 import torch.distributed as dist
 
+from benchmarks.report import geometric_mean, result
 from s2s_lib import all_gather, all_reduce, barrier, broadcast, launch, reduce_scatter
 
 KIB, MIB = 1024, 2**20
 SIZES = [KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
+TARGETS = {"all_reduce": 1.3, "reduce_scatter": 2.0, "all_gather": 2.0, "broadcast": 1.3}
 
 
 def contenders(collective, nbytes, world):
@@ -25,12 +28,12 @@ def contenders(collective, nbytes, world):
 
         def copy_then_gloo():
             whole_out.copy_(whole)
-            dist.all_reduce(whole_out)
+            dist.all_reduce(whole_out, dist.ReduceOp.MAX)
 
         return {
             "ours": lambda: all_reduce(whole, world, op="max", out=whole_out),
             "gloo": lambda: dist.all_reduce(whole, dist.ReduceOp.MAX),
-            "copy, gloo": copy_then_gloo,
+            "copy, then gloo": copy_then_gloo,
         }
     if collective == "reduce_scatter":
         return {
@@ -48,30 +51,69 @@ def contenders(collective, nbytes, world):
     }
 
 
+def alternate(world, runs, repeats, warm_up=2):
+    """name -> median seconds on the slowest rank, the contenders taking turns."""
+    times = {name: [] for name in runs}
+    for repeat in range(-warm_up, repeats):
+        for name, run in runs.items():
+            barrier(world)
+            start = time.perf_counter()
+            run()
+            if repeat >= 0:
+                times[name].append(time.perf_counter() - start)
+    mine = torch.tensor(list(times.values()), dtype=torch.float64)
+    slowest = all_reduce(mine, world, op="max").tolist()
+    return {name: statistics.median(row) for name, row in zip(runs, slowest, strict=True)}
+
+
 def measure(world, cells):
-    """cell -> contender -> median seconds on the slowest rank."""
-    torch.set_num_threads(1)
-    results = {}
-    for collective, nbytes in cells:
-        runs = contenders(collective, nbytes, world)
-        times = {name: [] for name in runs}
-        repeats = 40 if nbytes <= 256 * KIB else 15 if nbytes <= 4 * MIB else 7
-        for repeat in range(-2, repeats):
-            for name, run in runs.items():
-                barrier(world)
-                start = time.perf_counter()
-                run()
-                if repeat >= 0:
-                    times[name].append(time.perf_counter() - start)
-        mine = torch.tensor([times[name] for name in runs], dtype=torch.float64)
-        slowest = all_reduce(mine, world, op="max")
-        results[collective, nbytes] = {
-            name: statistics.median(row) for name, row in zip(runs, slowest.tolist(), strict=True)
-        }
-    return results
+    """cell -> contender -> seconds."""
+    return {
+        (collective, nbytes): alternate(
+            world,
+            contenders(collective, nbytes, world),
+            repeats=60 if nbytes <= 256 * KIB else 21 if nbytes <= 4 * MIB else 9,
+        )
+        for collective, nbytes in cells
+    }
 
 
-def report(ranks, sizes=SIZES, collectives=None):
-    collectives = collectives or ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
-    cells = [(collective, nbytes) for collective in collectives for nbytes in sizes]
-    return launch(measure, cells, ranks=ranks, timeout=120)[0]
+def human(nbytes):
+    return f"{nbytes // MIB} MB" if nbytes >= MIB else f"{nbytes // KIB} KB"
+
+
+def main(sizes=SIZES, groups=(2, 4, 8, 3, 5, 6)):
+    cells = [(collective, nbytes) for collective in TARGETS for nbytes in sizes]
+    times = {}
+    for ranks in groups:
+        some = cells if ranks in (2, 4, 8) else [c for c in cells if c[1] <= 16 * MIB]
+        times[ranks] = launch(measure, some, ranks=ranks, timeout=120)[0]
+    print("gloo's time / ours\n" + " " * 27 + "".join(f"{human(n):>8}" for n in sizes))
+    for collective, target in TARGETS.items():
+        ratios = {}
+        for ranks in groups:
+            row = {n: times[ranks].get((collective, n)) for n in sizes}
+            ratios[ranks] = {n: t["gloo"] / t["ours"] for n, t in row.items() if t}
+            print(f"{collective:<16}{ranks} ranks   " + line(ratios[ranks], sizes))
+            if collective == "all_reduce":
+                copied = {n: t["copy, then gloo"] / t["ours"] for n, t in row.items() if t}
+                print(f"{'':<16}  copy, then gloo"[:27].ljust(27) + line(copied, sizes))
+                large = [n for n in copied if n >= 4 * MIB]
+                if large and ranks in (2, 4, 8):
+                    in_place = min(ratios[ranks][n] for n in large)
+                    result(
+                        f"all_reduce, {ranks} ranks, 4 MB and more: worst, in place", in_place, 0.85
+                    )
+                    worst = min(copied[n] for n in large)
+                    result(f"all_reduce, {ranks} ranks, 4 MB and more: worst, copied", worst, 1.0)
+        for name, chosen in (("2, 4, 8", (2, 4, 8)), ("3, 5, 6", (3, 5, 6))):
+            values = [v for ranks in chosen if ranks in ratios for v in ratios[ranks].values()]
+            if values:
+                result(
+                    f"{collective} on {name} ranks: geometric mean", geometric_mean(values), target
+                )
+                result(f"{collective} on {name} ranks: worst cell", min(values), 0.75)
+
+
+def line(ratios, sizes):
+    return "".join(f"{ratios[n]:8.2f}" if n in ratios else " " * 8 for n in sizes)

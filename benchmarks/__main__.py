@@ -1,0 +1,21 @@
+"""`python -m benchmarks [starts] [collectives] [steps] [links]`: all of them by default."""
+
+import sys
+
+from benchmarks import collectives, links, report, starts, steps
+
+PARTS = {"starts": starts, "collectives": collectives, "steps": steps, "links": links}
+
+
+def main(names):
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        sys.exit(f"no benchmark {unknown[0]!r}: choose from {', '.join(PARTS)}")
+    for name in names or PARTS:
+        print(f"\n== {name}: {PARTS[name].__doc__.splitlines()[0]}")
+        PARTS[name].main()
+    print(f"\n{sum(report.lines)} of {len(report.lines)} within their bounds")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
