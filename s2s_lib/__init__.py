@@ -38,7 +38,7 @@ _HOME = {
     "GPTConfig": "course.model",
     "next_token_loss": "course.model",
     "text": "course.data",
-    "split": "course.data",
+    "hold_out": "course.data",
     "Batches": "course.data",
     "evaluation": "course.data",
     "show": "course.show",

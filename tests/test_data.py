@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from s2s_lib.course.data import Batches, evaluation, split, text
+from s2s_lib.course.data import Batches, evaluation, hold_out, text
 
 
 def numbered(samples, seq=4, extra=0):
@@ -90,16 +90,16 @@ def test_an_unreadable_file_is_an_error_with_the_path(tmp_path, monkeypatch):
         text(file)
 
 
-def test_split_cuts_the_text_in_two_without_overlap():
-    train, held = split(torch.arange(10), holdout=0.3)
+def test_hold_out_cuts_the_text_in_two_without_overlap():
+    train, held = hold_out(torch.arange(10), share=0.3)
     assert train.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert held.tolist() == [7, 8, 9]
 
 
-@pytest.mark.parametrize("holdout", [0, 1, -0.1, 0.001, 0.999])
-def test_split_refuses_to_leave_one_side_empty(holdout):
-    with pytest.raises(ValueError, match=f"holdout={holdout} of 10 tokens"):
-        split(torch.arange(10), holdout)
+@pytest.mark.parametrize("share", [0, 1, -0.1, 0.001, 0.999])
+def test_hold_out_refuses_to_leave_one_side_empty(share):
+    with pytest.raises(ValueError, match=f"share={share} of 10 tokens"):
+        hold_out(torch.arange(10), share)
 
 
 def test_targets_are_the_inputs_one_token_later_and_each_is_predicted_once():

@@ -139,6 +139,7 @@ def test_background_work_is_a_track_of_its_own_and_waiting_for_it_is_waiting():
     for line in launch(work, ranks=2, cluster=cluster):
         assert line.tracks() == [0, 1]
         assert {span.name for span in line.spans(1)} == {"all_reduce"}
+        assert line.seconds("communication", track=1) > 0.3 > line.seconds("waiting", track=1)
         assert line.seconds("waiting") > 0.7 * (line.end - line.start)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from s2s_lib.course.data import Batches, split, text
+from s2s_lib.course.data import Batches, hold_out, text
 from s2s_lib.course.model import GPT, Attention, GPTConfig, next_token_loss, rotate
 
 ODD = GPTConfig(layers=2, hidden=24, heads=6, kv_heads=2, vocab=11, seq=9, mlp_hidden=20)
@@ -234,7 +234,7 @@ def test_training_on_real_text_lowers_the_loss():
     config = GPTConfig.tiny()
     model = build(config, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    train, _ = split(text())
+    train, _ = hold_out(text())
     losses = []
     for (x, y), _ in zip(Batches(train, config.seq, 8).epoch(0), range(60), strict=False):
         optimizer.zero_grad()

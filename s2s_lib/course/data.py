@@ -71,12 +71,12 @@ def _read(file):
         ) from None
 
 
-def split(tokens: torch.Tensor, holdout: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
-    """(train, evaluation): views of the tokens, the last share `holdout` of them for evaluation."""
-    kept = len(tokens) - round(len(tokens) * holdout) if 0 < holdout < 1 else 0
+def hold_out(tokens: torch.Tensor, share: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the tokens: those to train on, and the last `share` of them for evaluation."""
+    kept = len(tokens) - round(len(tokens) * share) if 0 < share < 1 else 0
     if not 0 < kept < len(tokens):
         raise ValueError(
-            f"holdout={holdout!r} of {len(tokens)} tokens leaves nothing on one side; "
+            f"share={share!r} of {len(tokens)} tokens leaves nothing on one side; "
             "give a share between 0 and 1, and enough text"
         )
     return tokens[:kept], tokens[kept:]

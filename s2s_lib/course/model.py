@@ -178,7 +178,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """tokens [B, T] (int64, T <= seq) -> logits [B, T, V]. `tied`: `head.weight is embed.weight`.
+    """The plain model: tokens [B, T] (int64, T <= seq) in, logits [B, T, V] out.
+
+    With `config.tied`, `head.weight is embed.weight`.
 
     On the meta device: `GPT(config)` there, `.to_empty(device=...)`, then `init_weights()`, which
     draws what construction with the same seed would have drawn.

@@ -2,9 +2,9 @@
 
 Each rank records its own; all ranks of one machine share a clock, so timelines laid side by side
 (`Timelines`) tell who waited for whom. "Communication" is time inside a collective, send or
-receive; the part of it in which the thread was blocked until a message had gone or come is
-"waiting", and so is waiting for a `background` task. What is left on the main thread is
-"compute".
+receive, less the "waiting" in it: the thread was blocked, and the message had not been sent yet
+(on an emulated link), or had not come (without one, where sending takes no time to speak of).
+Waiting for a `background` task is waiting too. What is left on the main thread is "compute".
 """
 
 import contextlib
