@@ -57,3 +57,15 @@ def __getattr__(name):
 
 def __dir__():
     return sorted([*globals(), *__all__])
+
+
+def load_ipython_extension(shell):
+    """`%load_ext s2s_lib`: cell-by-cell ranks with state; see s2s_lib/ranks/magics.py."""
+    from s2s_lib.ranks.magics import RankMagics
+
+    shell.register_magics(RankMagics)
+
+
+def unload_ipython_extension(shell):
+    """End the ranks."""
+    shell.magics_manager.registry["RankMagics"].dist_shutdown()

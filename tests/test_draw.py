@@ -26,6 +26,11 @@ GIVEN = {
         [[("Σa", 0), ("", None)], [("", None), ("Σb", 1)]],
         "reduce_scatter",
     ),
+    "steps": (
+        pictures.draw_steps,
+        [[[("a0", 0)], [("b1", 1)]], [[("a0", 0), ("b1", 1)], [("a0", 0), ("b1", 1)]]],
+    ),
+    "long steps": (pictures.draw_steps, [[[("a sum of three", 2)]], [[]], [[("", None)]]]),
     "ring": (pictures.draw_ring, 5, [(r, (r + 1) % 5, f"chunk {r}", r) for r in range(5)]),
     "long labels": (pictures.draw_ring, 8, [(r, (r + 1) % 8, "sum of chunk") for r in range(8)]),
     "no messages": (pictures.draw_ring, 1, []),
@@ -109,6 +114,17 @@ def test_a_picture_shows_as_an_image_with_its_text():
     )
     assert base64.b64decode(found[1]).decode() == picture.svg
     assert repr(picture) == 'Picture: "two" & <three>'
+
+
+def test_steps_have_a_column_each_and_say_who_holds_what_after_each():
+    picture = drawn("steps")
+    assert [word for word in words(picture) if "st" in word] == ["start", "step 1"]
+    assert "start: rank 0 holds a0; rank 1 holds b1. step 1: rank 0 holds a0, b1;" in picture.alt
+
+
+def test_bars_say_what_happened_to_the_bytes():
+    assert charts.draw_bars([("rank 0", {"a": 5})]).alt == "Bytes held. rank 0: a 5 B."
+    assert charts.draw_bars([("rank 0", {"a": 5})], "sent").alt == "Bytes sent. rank 0: a 5 B."
 
 
 def test_labels_are_escaped_and_the_file_is_the_svg(tmp_path):

@@ -6,6 +6,7 @@ thresholds in bytes, measured over gloo on loopback, where the number of message
 sizes and the copies decide large ones (`make bench` measures them again).
 """
 
+import functools
 from typing import NamedTuple
 
 from s2s_lib.ranks.group import Group
@@ -13,61 +14,71 @@ from s2s_lib.ranks.wire import current
 
 # What a message costs the processors of a laptop, whatever its size.
 SECONDS_PER_MESSAGE = 50e-6
+# Up to how many bytes a tree beats what sends less but more often.
+SMALL = {"reduce_scatter": 64 * 1024, "all_gather": 256 * 1024}
 
 
 class Cost(NamedTuple):
-    """Of one collective: steps of latency, bytes through the busiest port, messages in all."""
+    """Of one collective: latencies and bytes on the critical path, and messages in all."""
 
     steps: int
     port_bytes: float
     messages: int
 
+    def __add__(self, other):
+        return Cost(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+# Each sends the messages of the other backwards, so they cost the same.
+_TRANSPOSE = {"reduce": "broadcast", "scatter": "gather", "reduce_scatter": "all_gather"}
+
 
 def cost(collective: str, algorithm: str, nbytes: int, size: int) -> Cost:
     """The cost of `collective` by `algorithm` over `size` ranks.
 
-    `nbytes` is the size of the whole tensor: what is reduced, broadcast, or gathered. Bytes are
-    those that the busiest rank sends or receives, whichever is more (ports are full duplex).
+    `nbytes` is the size of the whole tensor: what is broadcast, reduced, scattered or comes out
+    of a gather, or what one rank gives to an all_to_all. With links of latency L and bandwidth B
+    the collective takes at most `steps` L + `port_bytes` / B. A rank sends and receives at B at
+    the same time; where one must receive all before it sends (naive, tree), both count.
+    ValueError where there is no such algorithm, or no formula (hierarchical, torch).
     """
-    if collective == "all_reduce":
-        parts = {
-            "ring": ("reduce_scatter", "all_gather"),
-            "direct": ("reduce_scatter", "all_gather"),
-            "halving_doubling": ("reduce_scatter", "all_gather"),
-            "tree": ("broadcast", "broadcast"),
-            "naive": ("broadcast", "broadcast"),
-        }
-        if algorithm == "doubling":
-            rounds, extra = (size.bit_length() - 1, size & (size - 1) != 0)
-            core = 1 << rounds
-            return Cost(
-                rounds + 2 * extra,
-                (rounds + extra) * nbytes,
-                core * rounds + 2 * (size - core),
-            )
+    one_way = _TRANSPOSE.get(collective, collective)
+    if one_way == "all_reduce" and algorithm in ("naive", "tree"):
+        there = back = cost("broadcast", algorithm, nbytes, size)
+    elif one_way == "all_reduce" and algorithm in ("ring", "direct", "halving_doubling"):
         inner = "doubling" if algorithm == "halving_doubling" else algorithm
-        pair = [cost(part, inner, nbytes, size) for part in parts[algorithm]]
-        busiest = sum(part.port_bytes for part in pair)
-        return Cost(pair[0].steps + pair[1].steps, busiest, pair[0].messages + pair[1].messages)
-    return _one_way(collective, algorithm, nbytes, size)
+        there = back = cost("all_gather", inner, nbytes, size)
+    elif one_way == "all_gather" and algorithm in ("naive", "tree"):
+        there = cost("gather", algorithm, nbytes, size)
+        back = cost("broadcast", algorithm, nbytes, size)
+    else:
+        single = _one_way(one_way, algorithm, nbytes, size)
+        if single is None:
+            raise ValueError(f"no cost is known for {collective} by {algorithm!r} on {size} ranks")
+        return single
+    return there + back
 
 
+@functools.lru_cache(maxsize=1024)
 def _one_way(collective, algorithm, nbytes, size):
-    rounds = (size - 1).bit_length()
-    share = nbytes * (size - 1) / size
-    if algorithm == "naive" and collective in ("broadcast", "reduce"):
-        return Cost(1, (size - 1) * nbytes, size - 1)
-    if algorithm == "tree" and collective in ("broadcast", "reduce"):
-        return Cost(rounds, rounds * nbytes, size - 1)
-    if algorithm in ("naive", "tree"):
-        whole = _one_way("broadcast", algorithm, nbytes, size)
-        return Cost(whole.steps * 2, whole.port_bytes + share, whole.messages * 2)
-    steps, messages = {
-        "ring": (size - 1, size * (size - 1)),
-        "doubling": (rounds, size * rounds),
-        "direct": (1, size * (size - 1)),
-    }[algorithm]
-    return Cost(steps, share, messages)
+    hop, depth, children = min(1, size - 1), size.bit_length() - 1, (size - 1).bit_length()
+    pairs, share = size * (size - 1), nbytes * (size - 1) / size
+    # In a group that is no power of two the ranks above one send first and receive last.
+    above = size - (1 << depth)
+    trips = depth + 2 * (above > 0)
+    costs = {
+        ("broadcast", "naive"): Cost(hop, (size - 1) * nbytes, size - 1),
+        ("broadcast", "tree"): Cost(depth, children * nbytes, size - 1),
+        ("gather", "naive"): Cost(hop, share, size - 1),
+        ("gather", "tree"): Cost(depth, share, size - 1),
+        ("all_gather", "ring"): Cost(size - 1, share, pairs),
+        ("all_gather", "direct"): Cost(hop, share, pairs),
+        ("all_to_all", "direct"): Cost(hop, share, pairs),
+        ("all_reduce", "doubling"): Cost(trips, trips * nbytes, (size - above) * depth + 2 * above),
+    }
+    if not above:
+        costs["all_gather", "doubling"] = Cost(depth, share, size * depth)
+    return costs.get((collective, algorithm))
 
 
 def choose(collective: str, nbytes: int, group: Group, narrow: bool = False) -> str:
@@ -96,8 +107,9 @@ def _by_size(collective, nbytes, size, narrow):
         if size > 2 and nbytes <= 2**20:
             return "tree"
         return "direct" if narrow else "ring"
-    small = 64 * 1024 if collective == "reduce_scatter" else 256 * 1024
-    if size > 2 and nbytes <= small:
+    if collective not in SMALL:
+        raise ValueError(f"no collective {collective!r}: there is nothing to choose")
+    if size > 2 and nbytes <= SMALL[collective]:
         return "tree"
     if narrow and collective == "reduce_scatter":
         return "direct"

@@ -18,8 +18,9 @@ class Result:
     """
 
     def __init__(self, out, shape, like, other_shape=None):
+        self.out, self.dense = out, True
         if out is None:
-            out = torch.empty(shape, dtype=like.dtype, device=like.device)
+            self.out = torch.empty(shape, dtype=like.dtype, device=like.device)
         elif (
             out.shape not in (shape, other_shape)
             or out.dtype is not like.dtype
@@ -29,9 +30,9 @@ class Result:
                 f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
                 f"the result is {tuple(shape)} {like.dtype} on {like.device}"
             )
-        self.out = out
-        self.dense = out.is_contiguous()
-        self.flat = flat(out if self.dense else torch.empty(shape, dtype=like.dtype))
+        else:
+            self.dense = out.is_contiguous() and not (out.is_conj() or out.is_neg())
+        self.flat = flat(self.out if self.dense else like.new_empty(shape))
 
     def done(self):
         if not self.dense:
@@ -76,8 +77,7 @@ def flat(tensor):
 def refuse_gradient(tensor, name, instead):
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"no gradient flows through {name}, where only one rank has a result: "
-            f"use {instead}, or detach() the tensor"
+            f"no gradient is defined through {name}: use {instead}, or detach() the tensor"
         )
 
 
@@ -100,7 +100,7 @@ def rows_for(tensor, group, sizes):
 
 def check_sizes(sizes, group):
     if (
-        isinstance(sizes, str)
+        not isinstance(sizes, (list, tuple))
         or len(sizes) != group.size
         or any(not isinstance(size, int) or size < 0 for size in sizes)
     ):

@@ -13,13 +13,18 @@ def peers(group):
     return [(group.rank + distance) % group.size for distance in range(1, group.size)]
 
 
+def sources(group):
+    """The other ranks in the order in which their messages leave for this one."""
+    return [(group.rank - distance) % group.size for distance in range(1, group.size)]
+
+
 def reduce_scatter(operation, x, out, cuts, reduction):
     run_reduce(operation, x, out, cuts, reduction, ask_for_inputs(operation, x, cuts))
 
 
 def ask_for_inputs(operation, x, cuts):
     mine = cuts[operation.group.rank + 1] - cuts[operation.group.rank]
-    return [operation.receive(scratch(p, mine, x.dtype), p) for p in peers(operation.group)]
+    return [operation.receive(scratch(p, mine, x.dtype), p) for p in sources(operation.group)]
 
 
 def run_reduce(operation, x, out, cuts, reduction, arrivals):
@@ -48,7 +53,7 @@ def all_gather(operation, x, out, cuts):
 
 
 def ask_for_pieces(operation, out, cuts):
-    return [operation.receive(piece(out, cuts, p), p, 1) for p in peers(operation.group)]
+    return [operation.receive(piece(out, cuts, p), p, 1) for p in sources(operation.group)]
 
 
 def run_gather(operation, x, arrivals):
@@ -70,7 +75,7 @@ def all_reduce(operation, x, out, reduction):
 def all_to_all(operation, x, out, sending, receiving):
     """Piece j of `x` goes to rank j; piece i of `out` comes from rank i."""
     group = operation.group
-    arrivals = [operation.receive(piece(out, receiving, p), p) for p in peers(group)]
+    arrivals = [operation.receive(piece(out, receiving, p), p) for p in sources(group)]
     for peer in peers(group):
         operation.send(piece(x, sending, peer), peer)
     piece(out, receiving, group.rank).copy_(piece(x, sending, group.rank))

@@ -43,10 +43,13 @@ def all_reduce(operation, x, out, reduction):
         reduction.combine(received, x, received)
         total = received
     for step, arrival in enumerate(arrivals):
-        operation.send(total, rank ^ (1 << step), step)
+        partner = rank ^ (1 << step)
+        operation.send(total, partner, step)
         received = arrival.wait()
+        # Both partners take the lower one's first: max(0, -0) and the bits of a NaN depend on it.
+        pair = (received, total) if partner < rank else (total, received)
         # `total` may still be on its way out, so the sum goes where the partner's came in.
-        reduction.combine(received, total, received)
+        reduction.combine(*pair, received)
         total = received
     # `out` may be `x`, which may still be on its way out.
     operation.wait_for_sends()

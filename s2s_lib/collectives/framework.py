@@ -4,7 +4,12 @@ It is what the hand-written ones are measured against, and what runs on a GPU, w
 the bytes. A process group for a subgroup is made on first use, by its members only.
 """
 
+import datetime
+
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from s2s_lib.ranks.wire import current
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -13,23 +18,43 @@ OPS = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
+# torch's default process group -> our ranks -> their process group
 _groups = {}
 
 
 def process_group(group):
     """torch's process group of the same ranks."""
-    if group.size == dist.get_world_size() and list(group.ranks) == sorted(group.ranks):
-        return dist.group.WORLD
-    if group.ranks not in _groups:
-        _groups[group.ranks] = dist.new_group(
-            list(group.ranks), use_local_synchronization=True, sort_ranks=False
-        )
-    return _groups[group.ranks]
+    world = dist.group.WORLD
+    if group.ranks == tuple(range(world.size())):
+        return world
+    if world not in _groups:
+        # Those made before the ranks were connected anew are of no use.
+        _groups.clear()
+        _groups[world] = {}
+    groups = _groups[world]
+    if group.ranks not in groups:
+        groups[group.ranks] = make_process_group(group, world)
+    return groups[group.ranks]
+
+
+def make_process_group(group, world):
+    # `dist.new_group` puts into the group's name how many this rank has made before; ranks that
+    # have made different numbers of groups would look for each other under different names.
+    backend, store = distributed_c10d._world.pg_map[world]
+    made, _ = distributed_c10d._new_process_group_helper(
+        group.size,
+        group.rank,
+        list(group.ranks),
+        distributed_c10d.Backend(backend),
+        store,
+        f"ranks {list(group.ranks)}",
+        timeout=datetime.timedelta(seconds=current().timeout),
+    )
+    return made
 
 
 def broadcast(operation, flat, root):
-    group = operation.group
-    dist.broadcast(flat, group.ranks[root], process_group(group))
+    dist.broadcast(flat, group=process_group(operation.group), group_src=root)
 
 
 def all_reduce(operation, x, out, reduction):
@@ -40,9 +65,9 @@ def all_reduce(operation, x, out, reduction):
 
 
 def reduce(operation, x, out, root, reduction):
-    group = operation.group
     total = x.clone() if out is None else out.copy_(x)
-    dist.reduce(total, group.ranks[root], OPS[reduction.op], process_group(group))
+    group = process_group(operation.group)
+    dist.reduce(total, op=OPS[reduction.op], group=group, group_dst=root)
     if out is not None:
         reduction.finish(out)
 

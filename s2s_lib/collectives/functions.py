@@ -80,7 +80,7 @@ def broadcast(tensor, group: Group, root: int = 0, algorithm: str = "auto", out=
         return linear(tensor, lambda x: broadcast(x, group, root, algorithm), sum_at_root)
     run, name = pick("broadcast", algorithm, tensor, group)
     result = Result(out, tensor.shape, tensor)
-    if group.rank == root and tensor is not out:
+    if group.rank == root and not (tensor is out and result.dense):
         result.flat.copy_(flat(tensor))
     with Operation("broadcast", group, tensor.shape, tensor.dtype, (root, name)) as operation:
         run(operation, result.flat, root)
@@ -149,18 +149,21 @@ def reduce_scatter(tensor, group: Group, op="sum", algorithm="auto", out=None, s
     check(tensor, group)
     rows = rows_for(tensor, group, sizes)
     if wants_gradient(tensor, out, op):
-        scale = 1 / group.size if op == "avg" else 1
+
+        def gather_parts(grad):
+            whole = all_gather(grad, group, sizes=rows)
+            return whole.div_(group.size) if op == "avg" else whole
+
         return linear(
-            tensor,
-            run=lambda x: reduce_scatter(x, group, op, algorithm, sizes=sizes),
-            transpose=lambda g: all_gather(g, group, sizes=rows) * scale,
+            tensor, lambda x: reduce_scatter(x, group, op, algorithm, sizes=sizes), gather_parts
         )
     reduction = Reduction(op, tensor.dtype, group.size)
     run, name = pick("reduce_scatter", algorithm, tensor, group, reduction)
     x = flat(tensor)
     cuts = flat_cuts(rows, tensor)
     result = Result(out, (rows[group.rank], *tensor.shape[1:]), tensor)
-    with Operation("reduce_scatter", group, tensor.shape, tensor.dtype, (op, name)) as operation:
+    detail = (op, name) if sizes is None else (op, name, tuple(rows))
+    with Operation("reduce_scatter", group, tensor.shape, tensor.dtype, detail) as operation:
         if reduction.widens and name != "direct":
             total = torch.empty(result.flat.numel(), dtype=reduction.dtype)
             run(operation, x.to(reduction.dtype), total, cuts, reduction)
@@ -188,10 +191,11 @@ def all_gather(tensor, group: Group, algorithm: str = "auto", out=None, sizes=No
     x = flat(tensor)
     cuts = flat_cuts(rows, tensor)
     shape = (sum(rows), *tensor.shape[1:])
-    stacked = (group.size, *tensor.shape) if len(set(rows)) == 1 else shape
-    result = Result(out, shape, tensor, stacked)
+    even = len(set(rows)) == 1
+    result = Result(out, shape, tensor, (group.size, *tensor.shape) if even else shape)
     run, name = pick("all_gather", algorithm, result.flat, group)
-    with Operation("all_gather", group, tensor.shape[1:], tensor.dtype, (name,)) as operation:
+    said, detail = (tensor.shape, (name,)) if even else (shape, (name, tuple(rows)))
+    with Operation("all_gather", group, said, tensor.dtype, detail) as operation:
         run(operation, x, result.flat, cuts)
     return result.done()
 
@@ -205,10 +209,11 @@ def gather(tensor, group: Group, root: int = 0, sizes=None):
     group.check_member(root, "root")
     refuse_gradient(tensor, "gather", "all_gather")
     rows = gathered_rows(tensor, group, sizes)
-    result = None
-    if group.rank == root:
-        result = Result(None, (sum(rows), *tensor.shape[1:]), tensor)
-    with Operation("gather", group, tensor.shape[1:], tensor.dtype, (root,)) as operation:
+    shape = (sum(rows), *tensor.shape[1:])
+    result = Result(None, shape, tensor) if group.rank == root else None
+    even = len(set(rows)) == 1
+    said, detail = (tensor.shape, (root,)) if even else (shape, (root, tuple(rows)))
+    with Operation("gather", group, said, tensor.dtype, detail) as operation:
         whole = result.flat if result else None
         naive.gather(operation, flat(tensor), whole, flat_cuts(rows, tensor), root)
     return result.done() if result else None
@@ -271,8 +276,10 @@ def all_to_all(tensor, group: Group, sizes=None):
             run=lambda x: all_to_all(x, group, sizes),
             transpose=lambda g: all_to_all(g, group, None if sizes is None else coming),
         )
-    result = torch.empty((sum(coming), *tensor.shape[1:]), dtype=tensor.dtype)
-    with Operation("all_to_all", group, tensor.shape[1:], tensor.dtype) as operation:
+    result = tensor.new_empty((sum(coming), *tensor.shape[1:]))
+    # With sizes each rank's shape is its own, and the exchange above has matched the rows.
+    said = tensor.shape if sizes is None else tensor.shape[1:]
+    with Operation("all_to_all", group, said, tensor.dtype) as operation:
         direct.all_to_all(
             operation,
             flat(tensor),

@@ -34,16 +34,16 @@ def all_reduce(operation, x, out, reduction):
     inside, between = levels(operation.group)
     cuts = even_cuts(x.numel(), inside.size)
     mine = piece(out, cuts, inside.rank)
+
+    def level(name, group):
+        return Operation(name, group, x.shape, x.dtype, operation.detail)
+
     # The average is taken once, over all ranks, when both sums are done.
     finish, reduction.finish = reduction.finish, lambda chunk: None
-    with step("reduce_scatter", inside, x) as inner:
+    with level("reduce_scatter", inside) as inner:
         direct.reduce_scatter(inner, x, mine, cuts, reduction)
-    with step("all_reduce", between, x) as inner:
+    with level("all_reduce", between) as inner:
         direct.all_reduce(inner, mine, mine, reduction)
     finish(mine)
-    with step("all_gather", inside, x) as inner:
+    with level("all_gather", inside) as inner:
         direct.all_gather(inner, mine, out, cuts)
-
-
-def step(name, group, x):
-    return Operation(name, group, x.shape, x.dtype)

@@ -11,12 +11,19 @@ OPS = {
 }
 
 
+def widened(function):
+    def combine(received, mine, out):
+        function(received.to(out.dtype), mine, out=out)
+
+    return combine
+
+
 class Reduction:
     """`combine` takes two tensors into a third; `finish` divides for avg, in place.
 
     Floats narrower than 32 bits are added and multiplied in float32 (`dtype`), and rounded once
-    at the end. TypeError where a result could not be represented: avg of integers, sum, avg or
-    prod of bools, max or min of complex numbers.
+    at the end. TypeError where a result could not be represented: avg of integers, sum or avg of
+    bools, max or min of complex numbers. The prod of bools is "all".
     """
 
     def __init__(self, op: str, dtype: torch.dtype, size: int):
@@ -26,9 +33,11 @@ class Reduction:
         self.size = size
         self.check(op, dtype)
         narrow = dtype.is_floating_point and dtype.itemsize < 4
-        self.dtype = torch.float32 if narrow and op in ("sum", "avg", "prod") else dtype
+        # torch neither compares 8-bit floats nor mixes them with float32.
+        tiny = narrow and dtype.itemsize == 1
+        self.dtype = torch.float32 if narrow and (tiny or op not in ("max", "min")) else dtype
         self.widens = self.dtype != dtype
-        self.function = OPS[op]
+        self.function = widened(OPS[op]) if tiny else OPS[op]
 
     @staticmethod
     def check(op, dtype):

@@ -94,8 +94,11 @@ def _spent(rows, unit):
     return "Timeline. " + " ".join(sentences)
 
 
-def draw_bars(rows) -> Picture:
-    """A bar for each rank, cut by kind: `rows` is a list of `(label, {kind: bytes})`."""
+def draw_bars(rows, what: str = "held") -> Picture:
+    """A bar for each rank, cut by kind: `rows` is a list of `(label, {kind: bytes})`.
+
+    `what` happened to the bytes, for the text beside the picture: held, or sent.
+    """
     kinds = _colours(kind for _, sizes in rows for kind, size in sizes.items() if size)
     totals = [sum(sizes.values()) for _, sizes in rows]
     left = PAD + max([40, *(text_width(label) for label, _ in rows)]) + 14
@@ -113,7 +116,7 @@ def draw_bars(rows) -> Picture:
         f"{label}: " + ", ".join(f"{kind} {human_bytes(sizes.get(kind, 0))}" for kind in kinds)
         for label, sizes in rows
     ]
-    return canvas.picture("Bytes held. " + ". ".join(said) + ".")
+    return canvas.picture(f"Bytes {what}. " + ". ".join(said) + ".")
 
 
 def _segment(canvas, x, y, width, label, fill):

@@ -1,6 +1,7 @@
 """Pictures of ranks: who holds what, who sends what to whom. Plain data in, a `Picture` out.
 
 draw_ranks   boxes of each rank, before and after a collective
+draw_steps   boxes of each rank, after every step of one
 draw_ring    ranks on a circle, and what each sends
 draw_rounds  messages round by round
 draw_tree    the binomial broadcast, as rounds
@@ -34,10 +35,10 @@ def draw_ranks(holdings, after=None, operation="") -> Picture:
     return canvas.picture(_who_holds(states, operation))
 
 
-def _rows_of_boxes(canvas, left, box, state):
+def _rows_of_boxes(canvas, left, box, state, top=PAD):
     for rank, row in enumerate(state):
         for place, (label, chunk) in enumerate(row):
-            x, y = left + place * (box + 6), PAD + 42 * rank
+            x, y = left + place * (box + 6), top + 42 * rank
             canvas.box(x, y, box, 34, label, colour(chunk))
 
 
@@ -47,11 +48,33 @@ def _operation_arrow(canvas, middle, y, gap, operation):
 
 
 def _who_holds(states, operation):
-    sentences = []
-    for state in states:
-        held = [", ".join(label for label, _ in row if label) or "nothing" for row in state]
-        sentences.append("; ".join(f"rank {r} holds {what}" for r, what in enumerate(held)) + ".")
-    return f" After {operation or 'that'}: ".join(sentences)
+    return f" After {operation or 'that'}: ".join(_held(state) + "." for state in states)
+
+
+def _held(state):
+    held = [", ".join(label for label, _ in row if label) or "nothing" for row in state]
+    return "; ".join(f"rank {rank} holds {what}" for rank, what in enumerate(held))
+
+
+def draw_steps(states) -> Picture:
+    """The boxes of each rank at the start and after every step, a column for each.
+
+    `states[step][rank]` is a list of `(label, chunk)`, as in `draw_ranks`.
+    """
+    ranks, titles = len(states[0]), ["start", *(f"step {i}" for i in range(1, len(states)))]
+    labels = [label for state in states for row in state for label, _ in row]
+    box = max([44, *(text_width(label) + 8 for label in labels)])
+    widths = [max(54, (box + 6) * max(len(row) for row in state) - 6) for state in states]
+    left, top = PAD + 68, PAD + 26
+    canvas = Canvas(left + sum(widths) + 28 * (len(states) - 1) + PAD, top + 42 * ranks - 8 + PAD)
+    for rank in range(ranks):
+        canvas.text(PAD, top + 42 * rank + 17, f"rank {rank}", anchor="start", fill=FAINT)
+    for title, state, width in zip(titles, states, widths, strict=True):
+        canvas.text(left, PAD + 4, title, anchor="start", bold=True)
+        _rows_of_boxes(canvas, left, box, state, top)
+        left += width + 28
+    said = [f"{title}: {_held(state)}." for title, state in zip(titles, states, strict=True)]
+    return canvas.picture("What each rank holds. " + " ".join(said))
 
 
 def draw_ring(ranks: int, transfers) -> Picture:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from s2s_lib.ranks import wire
+from s2s_lib.ranks.launch import check_cluster
 
 
 def run_in_world(fn, args, ranks, cluster, timeout, check) -> list:
@@ -17,6 +18,7 @@ def run_in_world(fn, args, ranks, cluster, timeout, check) -> list:
             f"launch asks for {ranks} ranks, torchrun started {size}: "
             f"start it with {ranks} processes, or leave `ranks` out"
         )
+    check_cluster(size, cluster)
     if not dist.is_initialized():
         on_gpu = torch.cuda.is_available()
         if on_gpu:

@@ -26,44 +26,59 @@ class RankError(RuntimeError):
 def failure_of(job) -> RankError:
     """The RankError for a job in which something failed: deaths explain errors, errors explain
     lost connections, and a timeout is explained by what each rank was doing."""
-    dead = [rank for rank, status in job.deaths.items() if rank not in job.answers]
-    if dead:
-        return death(job, dead[0])
+    if job.server_gone:
+        summary = "the fork server ended, and the ranks with it; launch again"
+        return RankError(None, summary, job.server.last_words())
+    unanswered = [rank for rank in job.deaths if rank not in job.answers]
+    if unanswered:
+        return death(job, unanswered[0])
     by_kind = {}
     for rank, failure in job.failures.items():
         by_kind.setdefault(failure["kind"], []).append(rank)
     if "error" in by_kind:
-        return raised(job, by_kind["error"][0])
+        return raised(job, by_kind["error"])
     if "timeout" in by_kind:
         return waited(job, by_kind["timeout"][0])
-    return raised(job, by_kind["lost"][0])
+    if job.deaths:
+        return death(job, next(iter(job.deaths)))
+    return raised(job, by_kind["lost"])
 
 
 def death(job, rank):
     status = job.deaths[rank]
-    if status is None:
-        return RankError(None, "the fork server ended, and the ranks with it; launch again")
+    when = "after" if rank in job.answers else "before"
     if status < 0:
-        how = f"was killed by {signal.Signals(-status).name}"
+        how = f"was killed by {signal_name(-status)}"
         if -status == signal.SIGKILL:
             how += " (by someone, or by the system for want of memory)"
     else:
-        how = f"exited with status {status} before its function returned"
-    return RankError(rank, f"rank {rank} of {job.size} {how}", last_words(job, rank))
+        how = f"exited with status {status} {when} its function returned"
+    text = job.streams[rank][1].tail.strip()
+    words = f"the end of its stderr:\n{text}" if text else ""
+    return RankError(rank, f"rank {rank} of {job.size} {how}", words)
 
 
-def last_words(job, rank):
-    text = job.streams[rank][1].text.strip()
-    return f"the end of its stderr:\n{text[-2000:]}" if text else ""
+def signal_name(number):
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
-def raised(job, rank):
-    chain = job.failures[rank]["chain"]
-    summary = f"rank {rank} of {job.size} raised {chain[0][2]}"
-    others = sorted(r for r in job.failures if r != rank)
-    if others:
-        summary += f" (and so did rank{'s'[: len(others) > 1]} {', '.join(map(str, others))})"
-    return RankError(rank, summary, "\n".join(map(render, chain)))
+def raised(job, ranks):
+    """The error of the first of `ranks`; of the lowest where several raised the same."""
+    same = sorted(r for r in ranks if headline(job, r) == headline(job, ranks[0]))
+    summary = f"rank {same[0]} of {job.size} raised {headline(job, same[0])}"
+    if same[1:]:
+        others = f"rank{'s'[: len(same) > 2]} {', '.join(map(str, same[1:]))}"
+        summary += f" (and so did {others})"
+    return RankError(same[0], summary, "\n".join(map(render, job.failures[same[0]]["chain"])))
+
+
+def headline(job, rank):
+    """Type and first line of what a rank raised; a SyntaxError shows its source lines before."""
+    lines = job.failures[rank]["chain"][0][2].splitlines()
+    return next((line for line in lines if line[:1].strip()), lines[0]).rstrip(":")
 
 
 def render(link):
@@ -101,7 +116,7 @@ def doing(job, rank):
     if rank not in job.wheres:
         return [("no answer: it is stopped, or in a long computation", "", None)]
     return [
-        (f"nothing: it is {what} {group}".rstrip(), "", None)
+        (f"nothing: it {what} {group}".rstrip(), "", None)
         if since is None
         else (what, group, since)
         for what, group, since in job.wheres[rank]

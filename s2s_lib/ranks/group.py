@@ -6,6 +6,7 @@ of creation, and a 64-rank mesh costs the same as a pair.
 
 import math
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -41,12 +42,9 @@ class Group:
         Local: no communication. An empty list, a repeated member or one that is not a place in
         this group raises ValueError.
         """
-        members = list(members)
-        outside = [m for m in members if not isinstance(m, int) or not 0 <= m < self.size]
-        if outside:
-            raise ValueError(
-                f"no rank {outside[0]!r} in a group of {self.size}: choose from 0..{self.size - 1}"
-            )
+        if not isinstance(members, Iterable):
+            raise TypeError(f"a subgroup needs a list of ranks, got {members!r}")
+        members = [self.check_member(member, "member") for member in members]
         if not members or len(set(members)) != len(members):
             raise ValueError(f"a subgroup needs at least one rank, and each once; got {members}")
         if self.rank not in members:
@@ -63,6 +61,13 @@ class Group:
         return place
 
 
+def check_group(group):
+    """TypeError unless this is a Group; None is what a rank outside a subgroup has."""
+    if not isinstance(group, Group):
+        hint = ": this rank is not in the subgroup, so it must not call" if group is None else ""
+        raise TypeError(f"expected a Group, got {group!r}{hint}")
+
+
 class Mesh:
     """The ranks of a group laid out in a box: `Mesh(world, dp=2, pp=2, tp=2)`.
 
@@ -73,6 +78,7 @@ class Mesh:
     """
 
     def __init__(self, group: Group, **axes: int):
+        check_group(group)
         for axis, size in axes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"axis {axis} needs a whole number of at least 1, got {size!r}")
@@ -101,7 +107,7 @@ class Mesh:
         return place
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Group:
-        names = (names,) if isinstance(names, str) else names
+        names = names if isinstance(names, tuple) else (names,)
         unknown = [name for name in names if name not in self.axes]
         if unknown or len(set(names)) != len(names):
             raise KeyError(f"{unknown or list(names)}: name each of {list(self.axes)} at most once")

@@ -24,7 +24,9 @@ from s2s_lib.ranks.failure import failure_of
 
 # How long to wait, after a first sign of failure, for the sign that explains it. A rank that was
 # killed shows up in its neighbours as a lost connection before the fork server has reported it.
-GRACE = {"error": 0.05, "lost": 0.5, "timeout": 0.3}
+GRACE = {"error": 0.05, "lost": 0.5, "timeout": 1.0}
+# More than a pipe holds, so that one read empties it.
+PIPE = 1 << 20
 
 _server = None
 _starting = threading.Lock()
@@ -38,22 +40,33 @@ class _ServerHandle:
         self.control, theirs = socket.socketpair()
         self.errors = tempfile.TemporaryFile()
         command = "import sys; sys.path[:] = {!r}; from s2s_lib.ranks.server import main; main({})"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", command.format(sys.path, theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self.errors,
-            start_new_session=True,
-        )
-        theirs.close()
-        if self.control.recv(1) != b"r":
-            self.process.wait()
-            self.errors.seek(0)
-            raise RuntimeError(f"the fork server did not start:\n{self.errors.read().decode()}")
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", command.format(path, theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self.errors,
+                start_new_session=True,
+            )
+            theirs.close()
+            ready = self.control.recv(1)
+        except BaseException:
+            # An interrupted launch leaves no server behind: without its socket it ends.
+            self.control.close()
+            raise
+        if not ready:
+            raise RuntimeError(f"the fork server did not start:\n{self.last_words()}")
 
     def alive(self):
         return self.owner == os.getpid() and self.process.poll() is None
+
+    def last_words(self):
+        """What a server that has ended wrote to its stderr."""
+        self.process.wait()
+        self.errors.seek(0)
+        return self.errors.read().decode(errors="replace").strip()
 
 
 def _fork_server():
@@ -72,20 +85,35 @@ class Stream:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
         self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self.text = ""
+        self.unshown = []
+        self.tail = ""
 
     def drain(self) -> bool:
-        """Take what there is; False at its end."""
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(self.reader, 1 << 16):
-                self.text += self.decode(data)
-            return False
-        return True
+        """Take what is there now; False at the end of the stream."""
+        try:
+            data = os.read(self.reader, PIPE)
+        except BlockingIOError:
+            return True
+        text = self.decode(data, final=not data)
+        self.unshown.append(text)
+        self.tail = (self.tail + text[-2000:])[-2000:]
+        return bool(data)
 
     def show(self):
-        if self.text:
-            print(self.text, end="", file=getattr(sys, self.target), flush=True)
-            self.text = ""
+        text = "".join(self.unshown)
+        self.unshown.clear()
+        if text:
+            print(text, end="", file=getattr(sys, self.target), flush=True)
+
+    def close_writer(self):
+        """Once the rank has it: so that the stream ends when the rank does."""
+        if self.writer is not None:
+            os.close(self.writer)
+            self.writer = None
+
+    def close(self):
+        self.close_writer()
+        os.close(self.reader)
 
 
 class Job:
@@ -102,6 +130,7 @@ class Job:
         self.selector = selectors.DefaultSelector()
         self.channels, self.streams = [], []
         self.answers, self.failures, self.deaths, self.wheres = {}, {}, {}, {}
+        self.server_gone = False
         try:
             self.start_ranks(settings)
         except BaseException:
@@ -117,31 +146,45 @@ class Job:
     # Starting
 
     def start_ranks(self, settings):
-        server = _fork_server()
+        self.server = _fork_server()
         self.sock, theirs = socket.socketpair()
-        with _starting:
-            socket.send_fds(server.control, [b"j"], [theirs.fileno()])
+        with _starting, self.noticed_later():
+            socket.send_fds(self.server.control, [b"j"], [theirs.fileno()])
         theirs.close()
         self.selector.register(self.sock, selectors.EVENT_READ, self.read_deaths)
         for rank in range(self.size):
-            self.start_rank(rank, settings)
+            try:
+                self.start_rank(rank, settings)
+            except OSError as error:
+                raise RuntimeError(
+                    f"could start only {rank} of {self.size} ranks: {error.strerror}; "
+                    "ask for fewer, or raise the limit (ulimit -n)"
+                ) from error
 
     def start_rank(self, rank, settings):
         mine, theirs = socket.socketpair()
-        streams = [Stream("stdout"), Stream("stderr")]
-        descriptors = [theirs.fileno(), *(stream.writer for stream in streams)]
-        socket.send_fds(self.sock, [b"r"], descriptors)
-        theirs.close()
-        for stream in streams:
-            os.close(stream.writer)
-            self.selector.register(stream.reader, selectors.EVENT_READ, (self.read_stream, rank))
         channel = Connection(mine.detach())
-        self.selector.register(channel, selectors.EVENT_READ, (self.read_channel, rank))
         self.channels.append(channel)
+        streams = []
         self.streams.append(streams)
+        for target in ("stdout", "stderr"):
+            streams.append(Stream(target))
+            reader = streams[-1].reader
+            self.selector.register(reader, selectors.EVENT_READ, (self.read_stream, rank))
+        with theirs, self.noticed_later():
+            descriptors = [theirs.fileno(), *(stream.writer for stream in streams)]
+            socket.send_fds(self.sock, [b"r"], descriptors)
+        for stream in streams:
+            stream.close_writer()
+        self.selector.register(channel, selectors.EVENT_READ, (self.read_channel, rank))
         store = os.path.join(self.folder, "store")
         own = {"rank": rank, "size": self.size, "store": store}
-        channel.send_bytes(pickle.dumps(settings | own))
+        self.send(rank, pickle.dumps(settings | own))
+
+    @staticmethod
+    def noticed_later():
+        """Suppresses the error of writing to a rank or a server that is gone: its death is read."""
+        return contextlib.suppress(BrokenPipeError, ConnectionResetError)
 
     # Talking
 
@@ -151,33 +194,35 @@ class Job:
         RankError if a rank raises, dies or waits in vain.
         """
         ranks = range(self.size) if ranks is None else ranks
-        self.answers, self.failures, self.wheres = {}, {}, {}
+        self.answers, self.failures, self.wheres, self.asked_where = {}, {}, {}, False
+        message = pickle.dumps((kind, payload))
         for rank in ranks:
-            self.send(rank, (kind, payload))
+            self.send(rank, message)
         deadline = None
         while len(self.answers) < len(ranks):
-            self.serve(deadline)
-            deadline = deadline or self.new_deadline()
+            deadline = self.new_deadline(deadline)
             if deadline and (time.monotonic() >= deadline or self.all_told(ranks)):
                 raise failure_of(self)
+            self.serve(deadline)
         return self.answers
 
-    def send(self, rank, message):
-        # A rank that is gone is noticed where its death is read.
-        with contextlib.suppress(OSError):
-            self.channels[rank].send_bytes(pickle.dumps(message))
+    def send(self, rank, message: bytes):
+        with self.noticed_later():
+            self.channels[rank].send_bytes(message)
 
-    def new_deadline(self):
-        """After a first sign of failure: when to stop waiting for a better one."""
-        if self.deaths:
+    def new_deadline(self, deadline):
+        """After a sign of failure: when to stop waiting for one that explains it."""
+        if self.server_gone or self.deaths.keys() - self.answers.keys():
             return time.monotonic()
-        if not self.failures:
-            return None
-        kind = next(iter(self.failures.values()))["kind"]
-        if kind == "timeout":
+        kinds = [failure["kind"] for failure in self.failures.values()]
+        if "timeout" in kinds and not self.asked_where:
+            self.asked_where = True
             for rank in range(self.size):
-                self.send(rank, ("where", None))
-        return time.monotonic() + GRACE[kind]
+                self.send(rank, pickle.dumps(("where", None)))
+            return time.monotonic() + GRACE["timeout"]
+        if deadline or not kinds:
+            return deadline
+        return time.monotonic() + GRACE[kinds[0]]
 
     def all_told(self, ranks):
         """Every rank has been heard of, so nothing better will come."""
@@ -194,13 +239,15 @@ class Job:
             handler, *args = key.data if isinstance(key.data, tuple) else (key.data,)
             handler(key.fileobj, *args)
 
-    def read_channel(self, channel, rank):
+    def read_channel(self, channel, rank) -> bool:
+        """Take in one message of a rank; False if its process has closed the channel."""
         try:
             kind, content = pickle.loads(channel.recv_bytes())
         except (EOFError, OSError):
             # The process is ending; the fork server tells how.
-            self.selector.unregister(channel)
-            return
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(channel)
+            return False
         for stream in self.streams[rank]:
             stream.drain()
         if kind == "where":
@@ -209,6 +256,7 @@ class Job:
             self.failures.setdefault(rank, content)
         else:
             self.answers[rank] = content
+        return True
 
     def read_stream(self, reader, rank):
         stream = next(s for s in self.streams[rank] if s.reader == reader)
@@ -218,12 +266,20 @@ class Job:
             stream.show()
 
     def read_deaths(self, sock):
-        data = sock.recv(1 << 16)
+        data = b""
+        with contextlib.suppress(ConnectionResetError):
+            data = sock.recv(1 << 16)
         if not data:
             self.selector.unregister(sock)
-            self.deaths.setdefault(0, None)
+            self.server_gone = True
         for line in data.decode().splitlines():
             rank, status = map(int, line.split())
+            # What it said before it died counts.
+            channel = self.channels[rank]
+            while channel.poll() and self.read_channel(channel, rank):
+                pass
+            for stream in self.streams[rank]:
+                stream.drain()
             self.deaths[rank] = status
 
     # Ending
@@ -239,12 +295,11 @@ class Job:
         """End every rank, wait until the fork server says they are gone, show their output."""
         try:
             if hasattr(self, "sock"):
-                with contextlib.suppress(OSError):
+                with self.sock, contextlib.suppress(OSError):
                     self.sock.shutdown(socket.SHUT_WR)
                     self.sock.settimeout(5)
                     while self.sock.recv(1 << 16):
                         pass
-                self.sock.close()
             self.show_output()
         finally:
             self.selector.close()
@@ -252,6 +307,6 @@ class Job:
                 channel.close()
             for streams in self.streams:
                 for stream in streams:
-                    os.close(stream.reader)
+                    stream.close()
             shutil.rmtree(self.folder, ignore_errors=True)
             self.channels, self.streams = [], []

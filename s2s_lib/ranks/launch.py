@@ -1,12 +1,11 @@
 """launch: run a function on several ranks and get its values back, one for each rank."""
 
-import contextlib
 import os
 import sys
 
-import cloudpickle
-
+from s2s_lib.cluster import Cluster
 from s2s_lib.ranks.job import Job
+from s2s_lib.ranks.pickling import pickled, unpickled
 
 MOST_RANKS = 256
 
@@ -28,28 +27,44 @@ def launch(fn, *args, ranks: int | None = None, cluster=None, timeout: float = 6
     """
     if not callable(fn):
         raise TypeError(f"launch needs a function to call on each rank, got {fn!r}")
-    if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout is a number of seconds above 0, got {timeout!r}")
+    check_timeout(timeout)
     if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
         from s2s_lib.ranks.elastic import run_in_world
 
         return run_in_world(fn, args, ranks, cluster, timeout, check)
-    check_ranks(ranks, cluster)
+    if not hasattr(os, "fork"):
+        raise OSError(
+            f"launch forks its ranks, and {sys.platform} cannot fork: on Windows run this inside "
+            "the Windows Subsystem for Linux"
+        )
+    check_ranks(ranks)
+    check_cluster(ranks, cluster)
     payload = pickled(fn, args)
     with Job(ranks, settings_for(ranks, cluster, timeout, check)) as job:
         answers = job.ask("call", payload)
-    return [cloudpickle.loads(answers[rank]) for rank in range(ranks)]
+    return [unpickled(answers[rank], rank) for rank in range(ranks)]
 
 
-def check_ranks(ranks, cluster):
-    """ValueError unless `ranks` processes can be started, and the cluster has as many GPUs."""
+def check_ranks(ranks):
+    """ValueError unless `ranks` processes can be started."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
         raise ValueError(
             f"ranks={ranks!r}: give a whole number from 1 to {MOST_RANKS} "
             "(each rank is a process of its own)"
         )
+
+
+def check_cluster(ranks, cluster):
+    """Errors unless `cluster` is None or a Cluster of as many GPUs as there are ranks."""
+    if not isinstance(cluster, (Cluster, type(None))):
+        raise TypeError(f"cluster={cluster!r} is no Cluster: write cluster=Cluster(nodes=2, ...)")
     if cluster is not None and cluster.size != ranks:
         raise ValueError(f"{ranks} ranks on a cluster of {cluster.size} GPUs: make them equal")
+
+
+def check_timeout(timeout):
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 1e9:
+        raise ValueError(f"timeout is a number of seconds above 0, at most 1e9; got {timeout!r}")
 
 
 def settings_for(ranks, cluster, timeout, check) -> dict:
@@ -65,32 +80,3 @@ def settings_for(ranks, cluster, timeout, check) -> dict:
         "environ": dict(os.environ),
         "argv": list(sys.argv),
     }
-
-
-def pickled(fn, args) -> bytes:
-    """`fn` and `args` as bytes; TypeError naming the object that cannot travel."""
-    try:
-        return cloudpickle.dumps((fn, args))
-    except Exception as error:
-        raise TypeError(
-            f"cannot send {getattr(fn, '__name__', fn)!r} to the ranks: {culprit(fn, args)} "
-            f"cannot be pickled ({error}); make it inside the function instead"
-        ) from None
-
-
-def culprit(fn, args) -> str:
-    """Which argument, captured variable or global of `fn` does not pickle."""
-    parts = {f"argument {i}": arg for i, arg in enumerate(args)}
-    code = getattr(fn, "__code__", None)
-    for name, cell in zip(code.co_freevars if code else (), fn.__closure__ or (), strict=False):
-        with contextlib.suppress(ValueError):
-            parts[f"its variable {name!r}"] = cell.cell_contents
-    for name in code.co_names if code else ():
-        if name in fn.__globals__:
-            parts[f"the global {name!r}"] = fn.__globals__[name]
-    for name, value in parts.items():
-        try:
-            cloudpickle.dumps(value)
-        except Exception:
-            return f"{name} (a {type(value).__name__})"
-    return f"the function itself (a {type(fn).__name__})"

@@ -22,6 +22,13 @@ import socket
 from s2s_lib.ranks import worker
 
 
+def end_group(pid):
+    """Kill a rank's process group: itself and, even if it is gone, its data-loader workers."""
+    # macOS answers with a PermissionError where only a zombie is left.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 class Job:
     """The ranks of one launch: `pids` maps a living process to its rank."""
 
@@ -38,9 +45,7 @@ class Job:
     def kill(self):
         self.closing = True
         for pid in self.pids:
-            # Each rank leads its own process group, so its data-loader workers end with it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            end_group(pid)
 
 
 class Server:
@@ -58,16 +63,22 @@ class Server:
         self.selector.register(self.wake, selectors.EVENT_READ, self.reap)
 
     def run(self):
-        while True:
-            for key, _ in self.selector.select():
+        # A child that the launching process forked may hold the control socket open after it.
+        launcher = os.getppid()
+        while os.getppid() == launcher:
+            for key, _ in self.selector.select(timeout=1):
                 key.data(key.fileobj)
+        self.end()
+
+    def end(self):
+        for job in self.jobs.values():
+            job.kill()
+        os._exit(0)
 
     def accept(self, control):
         data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not data:
-            for job in self.jobs.values():
-                job.kill()
-            os._exit(0)
+            self.end()
         sock = socket.socket(fileno=descriptors[0])
         self.jobs[sock] = Job(sock)
         self.selector.register(sock, selectors.EVENT_READ, self.serve)
@@ -105,8 +116,7 @@ class Server:
             for pid in list(job.pids):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(pid, signal.SIGKILL)
+                    end_group(pid)
                     job.report(job.pids.pop(pid), os.waitstatus_to_exitcode(status))
             self.close_if_done(job)
 

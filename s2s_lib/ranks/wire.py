@@ -16,6 +16,7 @@ neither, nothing of the kind runs.
 import contextlib
 import datetime
 import functools
+import gc
 import os
 import sys
 import threading
@@ -25,7 +26,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from s2s_lib.ranks.group import Group
+from s2s_lib.ranks.group import Group, check_group
 from s2s_lib.ranks.links import Links
 
 # A dtype's number is part of a tag, so it must be the same in every process.
@@ -57,7 +58,7 @@ class Log:
         """This rank was in `name` on thread `channel` (0 is the main thread)."""
 
     def wait(self, name, channel, start, end):
-        """In it, this thread was blocked until a message had gone or come."""
+        """In it, this thread was blocked until its partner was ready (see `Transfer.wait`)."""
 
     def mark(self, name, when):
         """Somebody noted a moment."""
@@ -66,13 +67,16 @@ class Log:
 class Wire:
     """This process's connection to the others."""
 
-    def __init__(self, backend, rank, timeout, cluster, check):
+    def __init__(self, backend, rank, size, timeout, cluster, check):
         self.backend = backend
         self.rank = rank
         self.timeout = timeout
         self.cluster = cluster
         self.links = Links(rank, cluster) if cluster else None
         self.check = check
+        self.size = size
+        # keys of groups whose ranks are known to exist
+        self.known = set()
         self.logs = []
         # (group key, channel) -> how many collectives this rank has entered
         self.counts = {}
@@ -80,6 +84,23 @@ class Wire:
         self.blocked = {}
         # transfers of isend and irecv that nobody has waited for yet
         self.pending = []
+
+    def admit(self, group):
+        """ValueError unless the group's ranks exist and this process is where it says it is."""
+        if group.key not in self.known:
+            missing = [rank for rank in group.ranks if rank not in range(self.size)]
+            if missing:
+                raise ValueError(
+                    f"group {list(group.ranks)} names rank {missing[0]!r}, "
+                    f"the world has ranks 0..{self.size - 1}"
+                )
+            self.known.add(group.key)
+        if group.ranks[group.rank] != self.rank:
+            raise ValueError(
+                f"this is rank {self.rank} of the world, but its place {group.rank} in group "
+                f"{list(group.ranks)} is that of rank {group.ranks[group.rank]}; "
+                "groups from world.subgroup(...) know their place"
+            )
 
 
 _wire: Wire | None = None
@@ -105,7 +126,7 @@ def connect(rank, size, store=None, timeout=60.0, cluster=None, check=False) -> 
             timeout=datetime.timedelta(seconds=timeout),
         )
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    _wire = Wire(backend, rank, timeout, cluster, check)
+    _wire = Wire(backend, rank, size, timeout, cluster, check)
     return Group(tuple(range(size)), rank)
 
 
@@ -113,7 +134,10 @@ def disconnect():
     """Leave the world; `connect` may be called again."""
     global _wire
     _wire = None
+    _thread.operation = None
     dist.destroy_process_group()
+    # torch keeps the old group in reference cycles, and its connections with it.
+    gc.collect()
 
 
 def _prefer_batch_scheduling():
@@ -163,6 +187,7 @@ class Operation:
 
     def __init__(self, name, group, shape=(), dtype=torch.uint8, detail=(), shown=None):
         self.wire = current()
+        self.wire.admit(group)
         self.name = name
         self.shown = shown or name
         self.group = group
@@ -179,7 +204,6 @@ class Operation:
         )
         self.outer = getattr(_thread, "operation", None)
         self.outermost = self if self.outer is None else self.outer.outermost
-        _thread.operation = self
         if self.outer is None:
             if self.name == self.shown:
                 key = (self.group.key, self.channel)
@@ -190,6 +214,7 @@ class Operation:
         self.since = time.monotonic()
         if wire.check and self.outer is None and self.name == self.shown:
             agree(self)
+        _thread.operation = self
         return self
 
     def __exit__(self, kind, error, _):
@@ -245,8 +270,13 @@ class Transfer:
         self.peer = operation.group.ranks[place]
         self.header = None
         self.since = operation.since
-        # Both sides know that nothing is to come.
-        self.work = None if tensor.nbytes == 0 else self.start(wire, tag)
+        self.work = None
+        # Both sides know when nothing is to come.
+        if tensor.nbytes:
+            try:
+                self.work = self.start(wire, tag)
+            except RuntimeError as error:
+                raise self.explain(error) from None
 
     def start(self, wire, tag):
         slowed = wire.links and wire.links.between(self.peer)
@@ -278,19 +308,25 @@ class Transfer:
                 if self.header is not None:
                     self.header[1].wait()
             except RuntimeError as error:
+                # It stays in `blocked`: until this thread waits again, that is where it is.
                 raise self.explain(error) from None
-            finally:
-                del wire.blocked[thread]
+            del wire.blocked[thread]
+            ended = time.monotonic() if began is not None else None
             if self.header is not None and self.doing == "receive from":
                 wire.links.arrive(self.peer, self.tensor.nbytes, self.header[0])
+                if began is not None:
+                    # On an emulated link it is known when the sender was ready.
+                    ended = min(ended, max(began, self.header[0].item()))
             if began is not None:
-                now, outermost = time.monotonic(), self.operation.outermost
+                outermost = self.operation.outermost
                 for log in wire.logs:
-                    log.wait(outermost.shown, outermost.channel, began, now)
+                    log.wait(outermost.shown, outermost.channel, began, ended)
         return self.tensor
 
     def explain(self, error):
         what = f"{self.operation.describe()}: {self.doing} rank {self.place}"
+        if "closed by peer" in str(error):
+            return ConnectionLost(f"{what} failed: the other end is gone, or gave up waiting")
         if "imed out" not in str(error):
             return ConnectionLost(f"{what} failed: {error}")
         timeout = WaitTimeout(f"{what} did not complete in {self.operation.wire.timeout:g} s")
@@ -318,7 +354,8 @@ def recv(out: torch.Tensor, source: int, group: Group) -> torch.Tensor:
     """
     transfer = irecv(out, source, group, shown="recv")
     transfer.operation.wire.pending.remove(transfer)
-    return transfer.wait()
+    transfer.wait()
+    return out
 
 
 def isend(tensor: torch.Tensor, to: int, group: Group, shown="isend") -> Transfer:
@@ -326,20 +363,34 @@ def isend(tensor: torch.Tensor, to: int, group: Group, shown="isend") -> Transfe
 
     A send that is never waited for is waited for when the rank's function returns.
     """
-    group.check_member(to, "destination")
+    check_message(tensor, to, "destination", group)
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return _message("send", tensor, to, group, shown)
 
 
 def irecv(out: torch.Tensor, source: int, group: Group, shown="irecv") -> Transfer:
     """Start receiving into `out`; `.wait()` on what this returns gives it, filled."""
-    group.check_member(source, "source")
+    check_message(out, source, "source", group)
     if not out.is_contiguous():
         raise ValueError(
             f"cannot receive into a tensor of shape {tuple(out.shape)} and strides {out.stride()}:"
             " its memory has gaps; receive into torch.empty(...) and copy"
         )
     return _message("receive", out.detach(), source, group, shown)
+
+
+def check_message(tensor, place, role, group):
+    """Errors for what cannot be sent or received into."""
+    check_group(group)
+    group.check_member(place, role)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a tensor, got {tensor!r}; wrap it: torch.tensor(...)")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"cannot send a {tensor.layout} tensor; make it dense: .to_dense()")
+    if not (tensor.is_cpu or (tensor.is_cuda and current().backend.name() != "gloo")):
+        raise ValueError(
+            f"this tensor is on {tensor.device}, the ranks exchange tensors on the CPU: .cpu()"
+        )
 
 
 def _message(direction, tensor, place, group, shown):

@@ -5,17 +5,26 @@ so that a rank blocked in a receive still answers "where are you?", and ends the
 launcher is gone.
 """
 
+import contextlib
 import ctypes
+import io
 import os
 import pickle
 import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 
+from s2s_lib.ranks import hangup
+
 LAST_FD = 1 << 16
+# Seconds for what is on its way to a stopped rank.
+MESSAGES_ARRIVE = 0.5
+# Their frames are in every traceback and tell nothing.
+OWN_FILES = (__file__, os.path.join(os.path.dirname(__file__), "cells.py"))
 
 
 def preload():
@@ -55,14 +64,22 @@ def take_descriptors(channel_fd, stdout_fd, stderr_fd):
     os.dup2(stderr_fd, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     kept = os.dup(channel_fd)
-    os.dup2(kept, 3)
+    os.dup2(kept, 3, inheritable=False)
     os.closerange(4, LAST_FD)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = open(descriptor, "w", encoding="utf-8", errors="replace", closefd=False)
-        stream.reconfigure(line_buffering=True)
+        stream = Unbuffered(open(descriptor, "wb", closefd=False), "utf-8", errors="replace")
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     return 3
+
+
+class Unbuffered(io.TextIOWrapper):
+    """Whatever becomes of the rank next, what it has printed has left it."""
+
+    def write(self, text):
+        count = super().write(text)
+        self.flush()
+        return count
 
 
 class Worker:
@@ -71,7 +88,9 @@ class Worker:
         self.sending = threading.Lock()
         self.tasks = queue.SimpleQueue()
         self.state = "starting"
-        self.namespace = {}
+        self.in_cell = False
+        # What this rank did when it was told to stop
+        self.stopped_at = None
 
     def run(self):
         self.settings = pickle.loads(self.channel.recv_bytes())
@@ -103,7 +122,10 @@ class Worker:
                 os._exit(1)
             if kind == "where":
                 self.tell("where", self.where())
+            elif kind == "stop":
+                self.stop()
             else:
+                self.state = "running"
                 self.tasks.put((kind, payload))
 
     def tell(self, kind, content):
@@ -117,7 +139,10 @@ class Worker:
         except BaseException as error:
             self.state = "failed"
             flush_streams()
-            self.tell("error", describe(error))
+            failure = describe(error)
+            if self.stopped_at:
+                failure |= {"kind": "stopped", "where": self.stopped_at}
+            self.tell("error", failure)
         else:
             self.state = "finished"
             flush_streams()
@@ -128,6 +153,7 @@ class Worker:
         from s2s_lib.ranks import wire
 
         settings = self.settings
+        before = hangup.connections()
         self.world = wire.connect(
             self.rank,
             settings["size"],
@@ -136,6 +162,7 @@ class Worker:
             cluster=settings["cluster"],
             check=settings["check"],
         )
+        self.connections = hangup.connections() - before
 
     def do_call(self, payload):
         import cloudpickle
@@ -153,14 +180,38 @@ class Worker:
                 f"({error}); return tensors, numbers and plain containers"
             ) from None
 
-    def do_cell(self, source):
-        from s2s_lib.ranks import cells
+    def do_cell(self, task):
+        """Call a function of cells.py, which `stop` may interrupt."""
+        fn, args = task
+        signal.signal(signal.SIGINT, self.interrupt)
+        self.stopped_at, self.in_cell = None, True
+        try:
+            return "result", fn(self.world, *args)
+        finally:
+            self.in_cell = False
 
-        return "result", cells.run(source, self.namespace, self.world)
+    def interrupt(self, *_):
+        if self.in_cell:
+            self.in_cell = False
+            raise KeyboardInterrupt("stopped")
+
+    def stop(self):
+        """Called on the channel's thread: end the cell that runs, whatever it is doing."""
+        while not self.in_cell:
+            if self.state != "running":
+                return
+            time.sleep(0.01)
+        self.stopped_at = self.where()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        # Python gets to its interrupt only when the message that it waits for has come. Most do.
+        time.sleep(MESSAGES_ARRIVE)
+        if self.state == "running":
+            hangup.hang_up(self.connections)
 
     def do_reconnect(self, store):
         from s2s_lib.ranks import wire
 
+        hangup.hang_up(self.connections)
         wire.disconnect()
         self.settings["store"] = store
         self.connect()
@@ -174,20 +225,28 @@ class Worker:
         if waits or self.state in ("finished", "failed"):
             return waits or [(self.state, "", None)]
         frame = sys._current_frames().get(threading.main_thread().ident)
-        return [(self.state, user_line(frame), None)]
+        return [(f"is {self.state}", user_line(frame), None)]
 
 
 def user_line(frame):
     """File and line of the innermost frame that is neither this package's nor torch's."""
+    import torch
+
+    import s2s_lib
+
+    inner = tuple(os.path.dirname(m.__file__) + os.sep for m in (s2s_lib, torch))
     for entry in reversed(traceback.extract_stack(frame)):
-        if f"{os.sep}s2s_lib{os.sep}" not in entry.filename and "torch" not in entry.filename:
+        if not entry.filename.startswith(inner):
             return f"{os.path.basename(entry.filename)}:{entry.lineno} in {entry.name}"
     return ""
 
 
 def flush_streams():
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """Let go what is still buffered, in Python or in C; the user may have closed a stream."""
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
 
 
 def describe(error):
@@ -196,24 +255,35 @@ def describe(error):
     Frames travel as (file, line, function); the launcher fills in the source lines, since only
     it knows the text of notebook cells.
     """
+    chain, kind, wait = [], "error", None
+    for relation, link in links(error):
+        frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(link.__traceback__)]
+        text = "".join(traceback.format_exception_only(type(link), link)).rstrip()
+        chain.append((relation, [f for f in frames if f[0] not in OWN_FILES], text))
+        if kind == "error":
+            kind, wait = kind_of(link), getattr(link, "wait", None)
+    return {"kind": kind, "chain": chain, "wait": wait}
+
+
+def links(error):
+    """An exception and those it came from, each with its relation to the one before."""
+    seen, relation = set(), ""
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield relation, error
+        if error.__cause__ is not None:
+            error, relation = error.__cause__, "The error above was raised from this one:"
+        elif not error.__suppress_context__:
+            error, relation = error.__context__, "It came up while handling this one:"
+        else:
+            return
+
+
+def kind_of(error):
+    """A wait in vain, a lost connection (torch's own collectives lose them too), or an error."""
     from s2s_lib.ranks import wire
 
-    chain, seen = [], set()
-    link, relation = error, ""
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(link.__traceback__)]
-        text = "".join(traceback.format_exception_only(type(link), link)).strip()
-        chain.append((relation, [f for f in frames if f[0] != __file__], text))
-        if link.__cause__ is not None:
-            link, relation = link.__cause__, "The error above was raised from this one:"
-        elif link.__context__ is not None and not link.__suppress_context__:
-            link, relation = link.__context__, "It came up while handling this one:"
-        else:
-            link = None
-    kind = "error"
     if isinstance(error, wire.WaitTimeout):
-        kind = "timeout"
-    elif isinstance(error, wire.ConnectionLost):
-        kind = "lost"
-    return {"kind": kind, "chain": chain, "wait": getattr(error, "wait", None)}
+        return "timeout"
+    lost = isinstance(error, RuntimeError) and "gloo" in str(error) and "closed" in str(error)
+    return "lost" if lost or isinstance(error, wire.ConnectionLost) else "error"

@@ -4,7 +4,8 @@ A rank may lack a gradient that another has, and nobody knows before backward is
 becomes a sum over ranks, and in floating point a sum of zeros is -0.0 only if all of them are. So
 a rank fills the place of a gradient it does not have with -0.0, never brings -0.0 as the first
 element of one it has, and reads from the sum itself whether anybody had one: None stays None, as
-with one process, and not a byte more is sent.
+with one process, and not a byte more is sent. (A sum too small for 16 bits may be rounded to -0.0,
+so every element of the place must be.)
 """
 
 import torch
@@ -13,23 +14,40 @@ import torch
 class Bucket:
     """Parameters whose gradients are averaged together, in one flat piece of memory.
 
-    `slots[i]` is the view of `flat` that becomes `parameters[i].grad`. `arrived[i]` counts how
-    often that gradient was added to in this backward, `expected[i]` how often it will be; before
-    the first backward that is unknown, and a bucket is sent when backward is over.
+    `slots[i]` is the view of `flat` that becomes `parameters[i].grad`, `pieces[i]` the same
+    memory as a row of real numbers (a complex number is two). `arrived[i]` counts how often that
+    gradient was added to in this backward, `expected[i]` how often it will be; before the first
+    backward that is unknown, and a bucket is sent when backward is over. `sent` is the average
+    under way on the second thread, or None.
     """
 
     def __init__(self, names, parameters):
         self.names = names
         self.parameters = parameters
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
-        pieces = self.flat.split([p.numel() for p in parameters])
-        self.slots = [s.view(p.shape) for s, p in zip(pieces, parameters, strict=True)]
-        self.expected = None
+        kind = parameters[0].dtype
+        numbers = [p.numel() * (2 if kind.is_complex else 1) for p in parameters]
+        self.flat = torch.zeros(sum(numbers), dtype=kind.to_real(), device=parameters[0].device)
+        self.pieces = self.flat.split(numbers)
+        self.slots = [slot_like(p, piece) for p, piece in zip(parameters, self.pieces, strict=True)]
+        self.expected = self.sent = None
         self.begin()
 
     def begin(self):
+        """Start a backward. RuntimeError where one that raised left gradients half averaged."""
+        interrupted = self.sent is not None
+        self.wait()
         self.arrived = [0] * len(self.parameters)
-        self.sent = None
+        if interrupted and any(map(self.holds, range(len(self.parameters)))):
+            raise RuntimeError(
+                "the backward before this one raised while its gradients were being averaged, "
+                "and they are not whole: call zero_grad(), then forward and backward again"
+            )
+
+    def wait(self):
+        """Return when no average is under way; raises what it raised."""
+        sent, self.sent = self.sent, None
+        if sent is not None:
+            sent.wait()
 
     @property
     def complete(self) -> bool:
@@ -37,13 +55,18 @@ class Bucket:
             a >= e for a, e in zip(self.arrived, self.expected, strict=True)
         )
 
+    def holds(self, i) -> bool:
+        """Whether the gradient of parameter i is slot i."""
+        grad = self.parameters[i].grad
+        return grad is not None and grad.data_ptr() == self.slots[i].data_ptr()
+
     def take(self, i):
         """Make slot i hold the gradient that parameter i has now."""
         grad, slot = self.parameters[i].grad, self.slots[i]
         if grad.is_sparse:
             raise RuntimeError(f"{self.names[i]} has a sparse gradient; build it with sparse=False")
-        if grad.data_ptr() == slot.data_ptr():
-            slot.view(-1)[:1].add_(0.0)
+        if self.holds(i):
+            self.pieces[i][:1].add_(0.0)
         else:
             # 0 + g copies g and turns -0.0 into 0.0 in one pass.
             torch.add(torch.zeros((), dtype=slot.dtype), grad, out=slot)
@@ -54,7 +77,7 @@ class Bucket:
         self.missing = [i for i, p in enumerate(self.parameters) if p.grad is None]
         for i, parameter in enumerate(self.parameters):
             if parameter.grad is None:
-                self.slots[i].fill_(-0.0)
+                self.pieces[i].fill_(-0.0)
             elif not self.arrived[i]:
                 self.take(i)
 
@@ -67,10 +90,19 @@ class Bucket:
     def hand_out(self):
         """Give a gradient to the parameters that had none here but have one somewhere."""
         for i in self.missing:
-            first = self.slots[i].view(-1)[:1]
-            first = first.real if first.is_complex() else first
-            if first.numel() and not (first == 0 and torch.signbit(first)):
+            piece = self.pieces[i]
+            if piece.any() or not torch.signbit(piece).all():
                 self.parameters[i].grad = self.slots[i]
         self.expected = [
             max(1, a, e) for a, e in zip(self.arrived, self.expected or self.arrived, strict=True)
         ]
+
+
+def slot_like(parameter, piece):
+    """The piece seen as a tensor of the parameter's shape and, where it has no gaps, strides.
+
+    Optimizers that walk through the memory of both (torch's fused ones) need the same order.
+    """
+    strides = torch.empty_like(parameter, device="meta").stride()
+    row = torch.view_as_complex(piece.view(-1, 2)) if parameter.is_complex() else piece
+    return row.as_strided(parameter.shape, strides)

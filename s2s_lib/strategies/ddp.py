@@ -1,7 +1,7 @@
 """Data parallelism: the whole model on every rank, each with its own part of the batch.
 
     who holds what    weights, gradients and optimizer state: all of them, on every rank
-    who sends what    2(W-1)/W of the gradients' bytes from each rank and step: one all_reduce
+    who sends what    2(W-1)/W of the gradients' bytes a rank and step: one all_reduce
 
 The gradients are averaged while backward still computes. Parameters are put into *buckets* in
 reverse order, which is about the order in which their gradients appear; as soon as all of a
@@ -13,7 +13,9 @@ all_reduce, communication hooks, static graphs. (Li et al., VLDB 2020.)
 """
 
 import contextlib
+import dataclasses
 import functools
+import weakref
 
 import torch
 from torch import nn
@@ -24,7 +26,11 @@ from s2s_lib.collectives.functions import all_gather, all_reduce
 from s2s_lib.ranks.group import Group
 from s2s_lib.ranks.wire import mark
 from s2s_lib.strategies.bucket import Bucket
-from s2s_lib.strategies.replicas import check_same, copy_from
+from s2s_lib.strategies.replicas import check_same, copy_from, copy_state
+
+# The DDPs that the backward under way has reached, in that order. They share one thread for their
+# averages, so all ranks must send in the same order: the buckets of the first, then the next's.
+_running: list["DDP"] = []
 
 
 class DDP(nn.Module):
@@ -40,11 +46,16 @@ class DDP(nn.Module):
     A parameter's gradient is the sum over ranks divided by W, where a rank that did not use it
     counts as zero; nobody used it: it stays None. So equal batches with a mean loss give the
     gradient of the whole batch. Where ranks hold n_r samples or tokens of N, let the local loss be
-    sum_r * W / N. 16-bit gradients are added in float32 and rounded once.
+    sum_r * W / N. 16-bit gradients are added in float32 and rounded once. Each rank's backward
+    must reach at least one parameter. Gradients are views into the buckets: clone one to keep it
+    beyond the next backward. A module with nothing to train passes through, and nothing is sent.
 
-    Sent by each rank and backward: 2(W-1)/W of the bytes of the trainable parameters (each piece
-    of a bucket that W does not divide is rounded up or down), plus the buffers' bytes, from the
-    first rank, where the module has some.
+    Sent in each backward, by all ranks together: 2(W-1) times the bytes of the trainable
+    parameters. Of a bucket above 1 MB (two ranks: 256 KB) each rank sends an equal share,
+    2(W-1)/W of its bytes; where W does not divide it, some pieces are an element longer. A smaller
+    one goes up and down a tree, where a rank sends it once to each neighbour, and as float32 if it
+    is of 16-bit floats; on emulated links `choose` decides. A training forward adds W-1 times the
+    buffers' bytes.
     """
 
     def __init__(self, module: nn.Module, group: Group, bucket_mb: float = 25, overlap=True):
@@ -55,7 +66,7 @@ class DDP(nn.Module):
         self.group = group
         self.overlap = overlap
         self.syncing = True
-        self.in_backward = False
+        self.ending = None
         check_same(module, group)
         copy_from([*module.parameters(), *module.buffers()], group)
         self.buffers_from = 0
@@ -91,14 +102,11 @@ class DDP(nn.Module):
                 "a parameter that was frozen when DDP was built is trainable now, and would not "
                 "be averaged: set requires_grad first, then build DDP"
             )
-        # A backward that raised never ended; a forward inside backward is a checkpoint's.
-        if torch._C._current_graph_task_id() == -1:
-            self.in_backward = False
         outputs = self.module(*args, **kwargs)
         if self.training and self.syncing:
             self.copy_buffers()
-        for tensor in pytree.tree_leaves(outputs):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        for tensor in tensors_in(outputs):
+            if tensor.grad_fn is not None:
                 tensor.register_hook(self.begin_backward)
         return outputs
 
@@ -119,15 +127,29 @@ class DDP(nn.Module):
             for m, syncing in zip(inner, before, strict=True):
                 m.syncing = syncing
 
+    def __getstate__(self):
+        raise TypeError(
+            "a DDP cannot be copied or saved, it is tied to its ranks: copy or save its .module"
+        )
+
     # Backward, in order.
+
+    @property
+    def in_backward(self) -> bool:
+        return self.ending is not None and self.ending() is not None
 
     def begin_backward(self, _=None):
         """At the first gradient of an output, in the outermost backward."""
-        if not self.in_backward and self.syncing:
-            self.in_backward = True
-            for bucket in self.buckets:
-                bucket.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        trainable = (p.requires_grad for bucket in self.buckets for p in bucket.parameters)
+        if not self.syncing or self.in_backward or not any(trainable):
+            return
+        for bucket in self.buckets:
+            bucket.begin()
+        # Only autograd holds this, until its backward has ended or raised.
+        ending = functools.partial(self.end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+        _running[:] = [ddp for ddp in _running if ddp.in_backward] + [self]
+        self.ending = weakref.ref(ending)
 
     def gradient_arrived(self, bucket, i, parameter):
         """Each time a parameter's gradient was added to."""
@@ -153,22 +175,25 @@ class DDP(nn.Module):
 
     def send_complete(self):
         """Send complete buckets; always in order, so that all ranks send them in the same."""
-        for bucket in self.buckets:
-            if not bucket.sent:
-                if not bucket.complete:
-                    return
-                bucket.fill()
-                self.send(bucket)
+        for ddp in _running:
+            for bucket in ddp.buckets if ddp.overlap else ():
+                if not bucket.sent:
+                    if not bucket.complete:
+                        return
+                    bucket.fill()
+                    ddp.send(bucket)
 
     def send(self, bucket):
         average = functools.partial(all_reduce, bucket.flat, self.group, op="avg", out=bucket.flat)
-        bucket.sent = background(average) if self.overlap else average
-        if not self.overlap:
+        if self.overlap:
+            bucket.sent = background(average)
+        else:
             average()
 
     def end_backward(self):
         """When the outermost backward is over: send the rest, wait for all."""
-        self.in_backward = False
+        self.ending = None
+        _running.remove(self)
         # torch.autograd.grad may pass through the outputs without asking for any parameter.
         if any(any(bucket.arrived) for bucket in self.buckets):
             for bucket in self.buckets:
@@ -179,34 +204,37 @@ class DDP(nn.Module):
 
     def wait_for_buckets(self):
         for bucket in self.buckets:
-            if self.overlap:
-                bucket.sent.wait()
+            bucket.wait()
             bucket.hand_out()
 
     # Ranks with different numbers of batches.
 
-    def join(self, batches):
+    def join(self, batches, *stateful):
         """Iterate over this rank's batches although other ranks have more or fewer.
 
         A rank that has run out counts as zero in the averages (the divisor stays W) until every
-        rank has; then all take the weights and buffers of the first rank that ran to the end. The
-        loop's body must make one forward and one backward a batch, as it must on every rank.
-        One all_gather of 8 bytes a rank comes before each batch.
+        rank has; then all take the weights and buffers of the first rank that ran to the end, and
+        the state of what is in `stateful`: give the optimizer and the scheduler, or theirs stays
+        behind on the ranks that ran out. The loop's body must make one forward and one averaged
+        backward a batch, as it must on every rank. Before each batch comes an all_gather of 8
+        bytes a rank.
         """
-        batches, dropped = iter(batches), False
+        batches, end, dropped = iter(batches), object(), False
         while True:
-            batch = next(batches, None)
-            have = all_gather(torch.tensor([int(batch is not None)]), self.group).tolist()
+            batch = next(batches, end)
+            have = all_gather(torch.tensor([int(batch is not end)]), self.group).tolist()
             if not any(have):
                 break
             self.buffers_from, dropped = have.index(1), dropped or not all(have)
-            if batch is None:
+            if batch is end:
                 self.stand_in()
             else:
                 yield batch
         if dropped:
             everything = [*self.module.parameters(), *self.module.buffers()]
             copy_from(everything, self.group, self.buffers_from)
+            if stateful:
+                copy_state(stateful, self.group, self.buffers_from)
         self.buffers_from = 0
 
     def stand_in(self):
@@ -218,3 +246,13 @@ class DDP(nn.Module):
             self.send(bucket)
         self.wait_for_buckets()
         self.zero_grad()
+
+
+def tensors_in(tree):
+    """Every tensor in nested containers and dataclasses."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = dataclasses.fields(leaf)
+            yield from tensors_in([getattr(leaf, field.name, None) for field in fields])

@@ -1,6 +1,7 @@
 """What every strategy with replicas does first: make sure that they are replicas."""
 
 import hashlib
+import pickle
 
 import torch
 from torch import nn
@@ -12,29 +13,33 @@ from s2s_lib.ranks.group import Group
 def check_same(module: nn.Module, group: Group):
     """ValueError on every rank, naming the first difference, unless all ranks of the group built
     the same module: the same parameters and buffers, in the same order, with the same shapes,
-    dtypes and `requires_grad`. Each rank sends 8 bytes to the others if all is well."""
-    mine = [
-        f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-        + (" trainable" if t.requires_grad else "")
-        for name, t in [*module.named_parameters(), *module.named_buffers()]
-    ]
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()[:8]
+    dtypes, `requires_grad` and order in memory. Where all is well it costs an all_gather of 8
+    bytes a rank."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    mine = "\n".join(_entry(name, tensor) for name, tensor in named).encode()
+    digest = hashlib.sha256(mine).digest()[:8]
     number = torch.tensor([int.from_bytes(digest, "big", signed=True)])
     if len(set(all_gather(number, group).tolist())) == 1:
         return
-    for rank, theirs in enumerate(_exchange("\n".join(mine), group)):
-        if rank == 0:
-            first = theirs
-        elif theirs != first:
-            raise ValueError(_difference(first.split("\n"), theirs.split("\n"), rank))
+    first, *others = [said.decode().splitlines() for said in _exchange(mine, group)]
+    for rank, theirs in enumerate(others, start=1):
+        if theirs != first:
+            raise ValueError(_difference(first, theirs, rank))
 
 
-def _exchange(text, group):
-    """Every rank's text, on every rank."""
-    data = torch.frombuffer(bytearray(text.encode() or b"\n"), dtype=torch.uint8)
-    sizes = all_gather(torch.tensor([data.numel()]), group).tolist()
-    everything = all_gather(data, group, sizes=sizes)
-    return [bytes(part.tolist()).decode() for part in everything.split(sizes)]
+def _entry(name, tensor):
+    strides = "" if tensor.is_contiguous() else f" strides {tensor.stride()}"
+    trainable = " trainable" if tensor.requires_grad else ""
+    return f"{name} {tuple(tensor.shape)} {str(tensor.dtype)[6:]}{strides}{trainable}"
+
+
+def _exchange(mine: bytes, group) -> list[bytes]:
+    """Every rank's bytes, on every rank."""
+    sizes = all_gather(torch.tensor([len(mine)]), group).tolist()
+    data = torch.empty(len(mine), dtype=torch.uint8)
+    data.numpy()[:] = bytearray(mine)
+    parts = all_gather(data, group, sizes=sizes).split(sizes)
+    return [part.numpy().tobytes() for part in parts]
 
 
 def _difference(first, theirs, rank):
@@ -63,3 +68,12 @@ def copy_from(tensors: list[torch.Tensor], group: Group, root: int = 0):
         broadcast(flat, group, root, out=flat)
         for tensor, values in zip(same, flat.split([t.numel() for t in same]), strict=True):
             tensor.copy_(values.view(tensor.shape))
+
+
+def copy_state(things: list, group: Group, root: int = 0):
+    """Give each of these (what has `state_dict` and `load_state_dict`: optimizers, schedulers) the
+    state that it has on one rank of the group, which sends it pickled."""
+    mine = pickle.dumps([t.state_dict() for t in things]) if group.rank == root else b""
+    states = pickle.loads(_exchange(mine, group)[root])
+    for thing, state in zip(things, states, strict=True):
+        thing.load_state_dict(state)
