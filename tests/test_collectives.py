@@ -61,23 +61,27 @@ def values(rank, shape, dtype=torch.float32, op="sum"):
     """This rank's tensor: others on every rank, and in every place as far as the dtype allows."""
     place = torch.arange(torch.Size(shape).numel()).view(shape)
     if op == "prod":
-        small = torch.tensor([1, 2, -1, 3, -2])[(place + rank * (place // 5 + 1)) % 5]
-        return (
-            torch.complex(small.double(), small.double()).to(dtype)
-            if dtype.is_complex
-            else (small % 2 == 1 if dtype == torch.bool else small.to(dtype))
-        )
+        return factors(rank, place, dtype)
     number = place * 8 + rank
-    if dtype in WIDE:
-        tail = number * 2**30
-        if dtype == torch.complex128:
-            return torch.complex(number + tail.double() / 2**60, (number * 7 % 31).double())
-        return number + tail if dtype == torch.int64 else number + tail.double() / 2**60
     if dtype == torch.bool:
         return number * 5 % 7 < 3
-    span = {1: 16 if dtype.is_floating_point else 120, 2: 251, 4: 10_000, 8: 10_000}[dtype.itemsize]
-    number = number * 37 % span
-    return (number - (0 if dtype == torch.uint8 else span // 2)).to(dtype)
+    if dtype == torch.int64:
+        return number + number * 2**30
+    if dtype in WIDE:
+        number = number + number.double() / 2**30
+        return torch.complex(number, number * 7 % 31) if dtype.is_complex else number
+    span = {1: 16 if dtype.is_floating_point else 120, 2: 251}.get(dtype.itemsize, 10_000)
+    lowest = 0 if dtype == torch.uint8 else -(span // 2)
+    return (number * 37 % span + lowest).to(dtype)
+
+
+def factors(rank, place, dtype):
+    """Numbers so small that a product of eight is exact in float32."""
+    small = torch.tensor([1, 2, -1, 3, -2])[(place + rank * (place // 5 + 1)) % 5]
+    if dtype == torch.bool:
+        return small.abs() != 3
+    # No power of 2 + i is real or imaginary, so no part of a product is a zero of either sign.
+    return (small * (2 + 1j) if dtype.is_complex else small).to(dtype)
 
 
 def plain(op, tensors):
@@ -602,6 +606,15 @@ def test_the_check_shows_both_shapes_where_they_differ_though_bytes_may_not(coll
 def test_without_the_check_different_shapes_find_no_partner_rather_than_garbage(collective):
     with pytest.raises(RankError, match="ranks waited for each other longer than 1 s"):
         launch(differ, collective, ranks=2, timeout=1)
+
+
+def test_by_levels_a_sum_does_not_take_part_in_a_max():
+    def work(world):
+        op = "max" if world.rank == 3 else "sum"
+        all_reduce(torch.ones(4), world, op, algorithm="hierarchical")
+
+    with pytest.raises(RankError, match="ranks waited for each other longer than 1 s"):
+        launch(work, ranks=4, cluster=CLUSTERS[4], timeout=1)
 
 
 def test_lists_of_sizes_that_differ_between_ranks_are_noticed():

@@ -200,6 +200,7 @@ def test_the_processes_that_a_rank_has_started_end_with_it(tmp_path):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(100)
         (tmp_path / str(started)).write_text(f"{started}\n")
+        meet(world)
         if fail and world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         while fail:
@@ -321,6 +322,22 @@ def test_a_bystander_that_raises_its_own_error_over_a_lost_connection_is_not_bla
     with fails() as caught:
         launch(work, ranks=3)
     assert caught.value.summary.startswith("rank 1 of 3 was killed by SIGKILL")
+
+
+def test_a_lost_connection_is_known_as_one_whoever_reports_it():
+    """So that the launcher waits for the death behind it, which the system may report later."""
+    from s2s_lib.ranks.wire import ConnectionLost, WaitTimeout
+    from s2s_lib.ranks.worker import describe
+
+    def kind(error, cause=None):
+        error.__cause__ = cause
+        return describe(error)["kind"]
+
+    gloos = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41614"
+    assert kind(ConnectionLost()) == kind(KeyError(), ConnectionLost()) == "lost"
+    assert kind(RuntimeError(gloos)) == "lost"
+    assert kind(KeyError(), WaitTimeout()) == "timeout"
+    assert kind(RuntimeError("the door is closed")) == kind(ValueError(gloos)) == "error"
 
 
 def test_a_rank_that_dies_after_its_value_has_come_spoils_nothing(tmp_path):

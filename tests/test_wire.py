@@ -104,6 +104,7 @@ def test_two_threads_of_a_rank_do_not_take_each_others_messages():
         peer = 1 - world.rank
         if world.rank == 0:
             waiting = background(send, torch.tensor([1.0]), peer, world, lane=3)
+            time.sleep(0.2)
             send(torch.tensor([2.0]), peer, world)
             return waiting.wait()
         foreground = recv(torch.empty(1), peer, world).item()

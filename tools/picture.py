@@ -1,4 +1,4 @@
-"""Measure and draw the picture of the README: one DDP step, apart and overlapped, on a slow link."""
+"""Measure and draw the picture of the README: one DDP step on a slow link, apart and overlapped."""
 
 from pathlib import Path
 

@@ -3,7 +3,8 @@
 The gradients are those of the sum of every rank's loss. Seen that way a collective is a matrix
 that mixes the tensors of all ranks, and backward multiplies by its transpose: what was broadcast
 is reduced, what was gathered is reduce-scattered, and an all_reduce is its own transpose. The
-backward is a collective too, so every rank of the group must run it.
+backward is a collective too, so every rank of the group must run it: on each the input must
+require a gradient, in a broadcast on those that only receive too.
 """
 
 import torch

@@ -7,7 +7,7 @@ and what cannot work is refused before a byte moves, with the numbers and the wa
 import torch
 
 from s2s_lib.collectives.pieces import cuts_of
-from s2s_lib.ranks.group import Group
+from s2s_lib.ranks.group import check_group
 from s2s_lib.ranks.wire import current
 
 
@@ -39,14 +39,6 @@ class Result:
             with torch.no_grad():
                 self.out.copy_(self.flat.view(self.out.shape))
         return self.out
-
-
-def check_group(group):
-    if not isinstance(group, Group):
-        raise TypeError(
-            f"expected a Group, got {group!r}"
-            + (": this rank is not in the subgroup, so it must not call" if group is None else "")
-        )
 
 
 def check(tensor, group):

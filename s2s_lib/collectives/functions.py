@@ -17,7 +17,6 @@ from s2s_lib.collectives.choose import choose
 from s2s_lib.collectives.contract import (
     Result,
     check,
-    check_group,
     check_sizes,
     flat,
     flat_cuts,
@@ -25,7 +24,7 @@ from s2s_lib.collectives.contract import (
     rows_for,
 )
 from s2s_lib.collectives.reduction import Reduction
-from s2s_lib.ranks.group import Group
+from s2s_lib.ranks.group import Group, check_group
 from s2s_lib.ranks.wire import DTYPE_CODE, DTYPES, Operation
 
 ALGORITHMS = {
@@ -225,6 +224,7 @@ def scatter(tensor, group: Group, root: int = 0, sizes=None):
     The parts are equal unless the root's `sizes` lists the rows for each. The root sends each
     other rank a header of 80 bytes and its part.
     """
+    check_group(group)
     group.check_member(root, "root")
     rows = None
     if group.rank == root:
