@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from s2s_lib.course import check
-from s2s_lib.ranks.wire import irecv, isend, recv, send
+from s2s_lib.ranks.messages import irecv, isend, recv, send
 
 
 def direct_reduce_scatter(tensor, world):

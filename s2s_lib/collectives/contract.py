@@ -8,7 +8,7 @@ import torch
 
 from s2s_lib.collectives.pieces import cuts_of
 from s2s_lib.ranks.group import check_group
-from s2s_lib.ranks.wire import current
+from s2s_lib.ranks.messages import check_tensor
 
 
 class Result:
@@ -44,14 +44,7 @@ class Result:
 def check(tensor, group):
     """Errors for what no collective can take."""
     check_group(group)
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"expected a tensor, got {tensor!r}; wrap it: torch.tensor(...)")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TypeError(f"cannot send a {tensor.layout} tensor; make it dense: .to_dense()")
-    if not (tensor.is_cpu or (tensor.is_cuda and current().backend.name() != "gloo")):
-        raise ValueError(
-            f"this tensor is on {tensor.device}, the ranks exchange tensors on the CPU: .cpu()"
-        )
+    check_tensor(tensor)
 
 
 def flat(tensor):

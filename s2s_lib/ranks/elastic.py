@@ -6,7 +6,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from s2s_lib.ranks import wire
+from s2s_lib.ranks import messages, wire
 from s2s_lib.ranks.launch import check_cluster
 
 
@@ -29,7 +29,7 @@ def run_in_world(fn, args, ranks, cluster, timeout, check) -> list:
         )
     world = wire.connect(dist.get_rank(), size, timeout=timeout, cluster=cluster, check=check)
     value = fn(world, *args)
-    wire.finish()
+    messages.finish()
     values = [None] * size
     dist.all_gather_object(values, value)
     return values

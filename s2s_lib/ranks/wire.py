@@ -26,7 +26,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from s2s_lib.ranks.group import Group, check_group
+from s2s_lib.ranks.group import Group
 from s2s_lib.ranks.links import Links
 
 # A dtype's number is part of a tag, so it must be the same in every process.
@@ -82,8 +82,8 @@ class Wire:
         self.counts = {}
         # thread -> the transfer it is blocked on
         self.blocked = {}
-        # transfers of isend and irecv that nobody has waited for yet
-        self.pending = []
+        # transfers of isend and irecv that nobody has waited for yet (messages.py)
+        self.pending = set()
 
     def admit(self, group):
         """ValueError unless the group's ranks exist and this process is where it says it is."""
@@ -311,6 +311,7 @@ class Transfer:
                 # It stays in `blocked`: until this thread waits again, that is where it is.
                 raise self.explain(error) from None
             del wire.blocked[thread]
+            wire.pending.discard(self)
             ended = time.monotonic() if began is not None else None
             if self.header is not None and self.doing == "receive from":
                 wire.links.arrive(self.peer, self.tensor.nbytes, self.header[0])
@@ -340,69 +341,6 @@ class Transfer:
         return what, str(list(operation.group.ranks)), operation.outermost.since
 
 
-def send(tensor: torch.Tensor, to: int, group: Group):
-    """Send a tensor to the rank at place `to`; returns when the receiver has taken it."""
-    transfer = isend(tensor, to, group, shown="send")
-    transfer.operation.wire.pending.remove(transfer)
-    transfer.wait()
-
-
-def recv(out: torch.Tensor, source: int, group: Group) -> torch.Tensor:
-    """Receive into `out`, and return it, what the rank at place `source` sends.
-
-    The sender's tensor must have the shape and dtype of `out`.
-    """
-    transfer = irecv(out, source, group, shown="recv")
-    transfer.operation.wire.pending.remove(transfer)
-    transfer.wait()
-    return out
-
-
-def isend(tensor: torch.Tensor, to: int, group: Group, shown="isend") -> Transfer:
-    """Start sending; the tensor must not change before `.wait()` on what this returns.
-
-    A send that is never waited for is waited for when the rank's function returns.
-    """
-    check_message(tensor, to, "destination", group)
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return _message("send", tensor, to, group, shown)
-
-
-def irecv(out: torch.Tensor, source: int, group: Group, shown="irecv") -> Transfer:
-    """Start receiving into `out`; `.wait()` on what this returns gives it, filled."""
-    check_message(out, source, "source", group)
-    if not out.is_contiguous():
-        raise ValueError(
-            f"cannot receive into a tensor of shape {tuple(out.shape)} and strides {out.stride()}:"
-            " its memory has gaps; receive into torch.empty(...) and copy"
-        )
-    return _message("receive", out.detach(), source, group, shown)
-
-
-def check_message(tensor, place, role, group):
-    """Errors for what cannot be sent or received into."""
-    check_group(group)
-    group.check_member(place, role)
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"expected a tensor, got {tensor!r}; wrap it: torch.tensor(...)")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TypeError(f"cannot send a {tensor.layout} tensor; make it dense: .to_dense()")
-    if not (tensor.is_cpu or (tensor.is_cuda and current().backend.name() != "gloo")):
-        raise ValueError(
-            f"this tensor is on {tensor.device}, the ranks exchange tensors on the CPU: .cpu()"
-        )
-
-
-def _message(direction, tensor, place, group, shown):
-    if place == group.rank:
-        raise ValueError(f"rank {place} cannot {shown} to or from itself; copy the tensor instead")
-    with Operation("message", group, tensor.shape, tensor.dtype, shown=shown) as operation:
-        transfer = getattr(operation, direction)(tensor, place)
-        operation.sends.clear()
-    operation.wire.pending.append(transfer)
-    return transfer
-
-
 def agree(operation: Operation):
     """The optional check (`launch(..., check=True)`): all members tell what they are about to do.
 
@@ -422,13 +360,6 @@ def agree(operation: Operation):
     if len(set(said.values())) > 1:
         rows = "\n".join(f"  rank {place}: {said[place]}" for place in sorted(said))
         raise ValueError(f"the ranks of group {list(group.ranks)} disagree:\n{rows}")
-
-
-def finish():
-    """Wait for what `isend` and `irecv` started and nobody waited for."""
-    wire = current()
-    while wire.pending:
-        wire.pending.pop().wait()
 
 
 def blocked() -> list[tuple[str, str, float]]:

@@ -33,7 +33,7 @@ def preload():
     import numpy  # noqa: F401
     import torch.distributed  # noqa: F401
 
-    from s2s_lib.ranks import wire  # noqa: F401
+    from s2s_lib.ranks import messages  # noqa: F401
 
 
 def main(channel_fd: int, stdout_fd: int, stderr_fd: int):
@@ -134,6 +134,7 @@ class Worker:
 
     def attempt(self, task, *args):
         """Run a task and tell its answer, or what it raised."""
+        self.stopped_at = None
         try:
             answer = task(*args)
         except BaseException as error:
@@ -167,11 +168,11 @@ class Worker:
     def do_call(self, payload):
         import cloudpickle
 
-        from s2s_lib.ranks import wire
+        from s2s_lib.ranks import messages
 
         fn, args = cloudpickle.loads(payload)
         value = fn(self.world, *args)
-        wire.finish()
+        messages.finish()
         try:
             return "result", cloudpickle.dumps(value)
         except Exception as error:
@@ -184,7 +185,7 @@ class Worker:
         """Call a function of cells.py, which `stop` may interrupt."""
         fn, args = task
         signal.signal(signal.SIGINT, self.interrupt)
-        self.stopped_at, self.in_cell = None, True
+        self.in_cell = True
         try:
             return "result", fn(self.world, *args)
         finally:
