@@ -6,10 +6,12 @@ on their way are lost with that, so the ranks connect anew before the next cell.
 Only a rank that ends, or that cannot be stopped, ends the session.
 """
 
+import atexit
 import contextlib
 import math
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -38,6 +40,8 @@ class Session(Job):
         self.reconnections = 0
         self.broken = False
         super().__init__(ranks, settings)
+        # When the notebook ends, the fork server ends the ranks; the folder is left to us.
+        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         try:
             self.run("<start>", "", range(ranks))
         except BaseException:
