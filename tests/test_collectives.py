@@ -29,7 +29,7 @@ from s2s_lib import (
     scatter,
 )
 from s2s_lib.collectives.functions import ALGORITHMS
-from s2s_lib.ranks import wire
+from s2s_lib.ranks import connection
 
 WIDE = [torch.float64, torch.int64, torch.complex128]
 NARROW = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -110,7 +110,7 @@ def same(got, expected, *what):
 def algorithms(collective, group, dtype=torch.float32, op="sum"):
     """The names that can run here, and auto."""
     power = group.size & (group.size - 1) == 0
-    cluster = wire.current().cluster
+    cluster = connection.current().cluster
     for name in ["auto", *ALGORITHMS[collective]]:
         if name == "halving_doubling" or (name == "doubling" and collective != "all_reduce"):
             runs = power

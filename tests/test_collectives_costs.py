@@ -37,7 +37,7 @@ from s2s_lib.collectives import direct, naive
 from s2s_lib.collectives.functions import ALGORITHMS
 from s2s_lib.collectives.pieces import even_cuts
 from s2s_lib.collectives.reduction import Reduction
-from s2s_lib.ranks import wire
+from s2s_lib.ranks import connection
 
 NUMEL = 840
 NBYTES = NUMEL * 8
@@ -219,7 +219,7 @@ def test_gather_scatter_and_all_to_all_cost_what_the_formula_says():
         assert Net(size, 0, 1).run(work(collective))[1] == pytest.approx(price.port_bytes)
 
 
-class Sent(wire.Log):
+class Sent(connection.Log):
     """(name, world rank of the receiver, bytes) of each message that this rank sends."""
 
     def __init__(self):
@@ -232,9 +232,9 @@ class Sent(wire.Log):
 def counted(call):
     """What this rank sends during `call()`."""
     log = Sent()
-    wire.current().logs.append(log)
+    connection.current().logs.append(log)
     call()
-    wire.current().logs.remove(log)
+    connection.current().logs.remove(log)
     return log.messages
 
 
@@ -394,6 +394,15 @@ def test_between_slow_links_auto_takes_the_cheapest_by_formula():
                 assert seconds(name, nbytes) <= seconds(other, nbytes) + slowest_loss
     two_nodes = Cluster(2, 2, intra=Link(100, 1), inter=SLOW)
     assert launch(work, ranks=4, cluster=two_nodes)[0][10**9] == "hierarchical"
+
+
+def test_auto_minds_the_slower_of_the_links_that_a_group_crosses():
+    def work(world):
+        return choose("all_reduce", 8, world)
+
+    far = Link(gbit_s=1, latency_us=20_000)
+    for cluster in (Cluster(2, 2, intra=far), Cluster(2, 2, intra=far, inter=Link(100))):
+        assert launch(work, ranks=4, cluster=cluster) == ["direct"] * 4
 
 
 def test_choosing_for_an_unknown_collective_is_refused():

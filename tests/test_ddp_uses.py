@@ -267,8 +267,10 @@ def refusals(world):
         attempt(f"bucket_mb {size}", ValueError, lambda size=size: DDP(build(3, 1), world, size))
     model = DDP(build(3, 4, 1), world)
     attempt("create_graph", RuntimeError, lambda: loss_of(model, x).backward(create_graph=True))
-    model.module[0].bias.requires_grad_(False)
-    frozen = DDP(model.module, world)
+    attempt("twice", ValueError, lambda: DDP(model.module, world))
+    part = build(3, 4, 1)
+    part[0].bias.requires_grad_(False)
+    frozen = DDP(part, world)
     frozen.module[0].bias.requires_grad_(True)
     attempt("unfrozen", RuntimeError, lambda: frozen(x))
     table = DDP(nn.Embedding(5, 3, sparse=True), world)
@@ -282,7 +284,8 @@ def test_what_cannot_work_is_refused_on_every_rank_with_the_way_out():
     zero, one = launch(refusals, ranks=2)
     assert zero == one
     words = {
-        "bucket_mb 0": "bucket_mb=0: give megabytes above 0",
+        "bucket_mb 0": "bucket_mb=0: give MiB above 0",
+        "twice": "1.bias is in a DDP already, and would be averaged twice",
         "create_graph": "torch.autograd.grad",
         "unfrozen": "set requires_grad first",
         "sparse": "weight has a sparse gradient; build it with sparse=False",

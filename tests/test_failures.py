@@ -101,12 +101,13 @@ def test_causes_and_contexts_are_told():
 
 def test_the_first_to_raise_is_named_and_of_several_alike_the_lowest():
     def one_after_the_other(world):
+        meet(world)
         if world.rank != 1:
-            time.sleep(0.02)
+            time.sleep(0.2)
         raise ValueError(f"from rank {world.rank}")
 
     def all_alike(world):
-        time.sleep(0.01 * (3 - world.rank))
+        meet(world)
         raise ValueError("alike")
 
     with fails() as caught:

@@ -124,6 +124,17 @@ def test_a_receiver_that_comes_late_does_not_wait(clock):
     assert arrival(clock, receiver, 0, 1000, header) == 30.0
 
 
+def test_what_a_late_rank_passes_on_leaves_when_it_comes(clock):
+    """The message has long been there; from the late rank on, the next hop takes its full time."""
+    first, middle, last = ports(0, 2, 1)
+    header = first.depart(2, 1000)
+    clock.now = 130.0
+    middle.begin()
+    middle.arrive(0, 1000, header)
+    header = middle.depart(1, 1000)
+    assert arrival(clock, last, 2, 1000, header) == pytest.approx(31.25)
+
+
 def test_lateness_does_not_add_up_over_the_steps_of_an_operation(clock):
     """Each rank of a chain wakes up 0.4 s late, and passes on as if it had not."""
     chain = ports(0, 2, 1, 3)

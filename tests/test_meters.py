@@ -64,6 +64,15 @@ def test_a_bill_refuses_to_split_by_what_it_does_not_know():
         launch(work, ranks=1)[0].by("colour")
 
 
+def test_what_the_optional_check_sends_is_not_on_the_bill():
+    def work(world):
+        with bill() as account, timeline() as line:
+            all_reduce(torch.ones(1000), world, algorithm="ring")
+        return account.bytes, account.messages, len(line.waits)
+
+    assert launch(work, ranks=2, check=True) == launch(work, ranks=2) == [(4000, 2, 4)] * 2
+
+
 def test_a_bill_sees_what_a_background_thread_sends():
     def work(world):
         with bill() as account:

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from s2s_lib.ranks import wire
+from s2s_lib.ranks import connection
 
 
 class Lane(threading.Thread):
@@ -24,7 +24,7 @@ class Lane(threading.Thread):
         self.tasks = queue.SimpleQueue()
 
     def run(self):
-        wire.set_channel(1 + self.number)
+        connection.set_channel(1 + self.number)
         torch.set_grad_enabled(False)
         while True:
             self.tasks.get().run()
@@ -55,7 +55,7 @@ class Background:
         """The result, once it is there; raises what the collective raised."""
         began = time.monotonic()
         self.finished.wait()
-        for log in wire.current().logs:
+        for log in connection.current().logs:
             log.wait("background", 0, began, time.monotonic())
         if self.error is not None:
             raise self.error

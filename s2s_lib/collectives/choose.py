@@ -2,17 +2,19 @@
 
 With emulated links the cheapest by a plain model: latency for each step on the critical path,
 time for the bytes through the busiest port, and a fixed price for each message. Without, by
-thresholds in bytes, measured over gloo on loopback, where the number of messages decides small
-sizes and the copies decide large ones (`make bench` measures them again).
+thresholds in bytes, which were measured over gloo on the loopback of a laptop with two cores: the
+number of messages decides small sizes there, and copies decide large ones.
 """
 
 import functools
+from collections import Counter
 from typing import NamedTuple
 
+from s2s_lib.ranks.connection import current
 from s2s_lib.ranks.group import Group
-from s2s_lib.ranks.wire import current
 
-# What a message costs the processors of a laptop, whatever its size.
+# About what a message costs the processors of a laptop, whatever its size: sending, waking the
+# receiver, and Python on both sides.
 SECONDS_PER_MESSAGE = 50e-6
 # Up to how many bytes a tree beats what sends less but more often.
 SMALL = {"reduce_scatter": 64 * 1024, "all_gather": 256 * 1024}
@@ -40,7 +42,8 @@ def cost(collective: str, algorithm: str, nbytes: int, size: int) -> Cost:
     of a gather, or what one rank gives to an all_to_all. With links of latency L and bandwidth B
     the collective takes at most `steps` L + `port_bytes` / B. A rank sends and receives at B at
     the same time; where one must receive all before it sends (naive, tree), both count.
-    ValueError where there is no such algorithm, or no formula (hierarchical, torch).
+    Also of the parts that others are made of, such as a gather by tree. ValueError where there is
+    no such algorithm, or no formula (hierarchical, torch).
     """
     one_way = _TRANSPOSE.get(collective, collective)
     if one_way == "all_reduce" and algorithm in ("naive", "tree"):
@@ -92,7 +95,7 @@ def choose(collective: str, nbytes: int, group: Group, narrow: bool = False) -> 
         return "direct"
     cluster = current().cluster
     if cluster is not None and group.size > 1:
-        slowest = _slowest_link(group, cluster)
+        slowest = _slowest_link(group, cluster, nbytes)
         if slowest is not None:
             return _cheapest(collective, nbytes, group, slowest, narrow)
     return _by_size(collective, nbytes, group.size, narrow)
@@ -116,10 +119,13 @@ def _by_size(collective, nbytes, size, narrow):
     return "doubling" if size & (size - 1) == 0 else "direct"
 
 
-def _slowest_link(group, cluster):
-    """The link that any algorithm over this group must cross at some point."""
-    nodes = {cluster.node(rank) for rank in group.ranks}
-    return cluster.inter if len(nodes) > 1 else cluster.intra
+def _slowest_link(group, cluster, nbytes):
+    """Of the links that connect this group, the one that takes longest for a message of this
+    size; None if none is slowed."""
+    per_node = Counter(cluster.node(rank) for rank in group.ranks)
+    crossed = [cluster.inter] * (len(per_node) > 1) + [cluster.intra] * (max(per_node.values()) > 1)
+    slowed = [link for link in crossed if link is not None]
+    return max(slowed, key=lambda link: link.seconds(nbytes), default=None)
 
 
 def _cheapest(collective, nbytes, group, link, narrow):
@@ -146,9 +152,7 @@ def _cheapest(collective, nbytes, group, link, narrow):
 def worth_levels(group: Group, flat_seconds: float, nbytes: int) -> bool:
     """Whether an all_reduce inside and then between nodes beats `flat_seconds`."""
     cluster = current().cluster
-    per_node = {}
-    for rank in group.ranks:
-        per_node[cluster.node(rank)] = per_node.get(cluster.node(rank), 0) + 1
+    per_node = Counter(cluster.node(rank) for rank in group.ranks)
     inside, nodes = min(per_node.values()), len(per_node)
     if nodes == 1 or inside == 1 or len(set(per_node.values())) > 1:
         return False

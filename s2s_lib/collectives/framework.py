@@ -1,7 +1,7 @@
 """The same collectives by torch's own process groups, as the algorithm named "torch".
 
-It is what the hand-written ones are measured against, and what runs on a GPU, where NCCL moves
-the bytes. A process group for a subgroup is made on first use, by its members only.
+It is what the hand-written ones are measured against. A process group for a subgroup is made on
+first use, by its members only.
 """
 
 import datetime
@@ -9,7 +9,7 @@ import datetime
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from s2s_lib.ranks.wire import current
+from s2s_lib.ranks.connection import current
 
 OPS = {
     "sum": dist.ReduceOp.SUM,

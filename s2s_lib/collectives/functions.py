@@ -266,19 +266,23 @@ def all_to_all(tensor, group: Group, sizes=None):
     (the ranks then first exchange 8 bytes each). Each rank sends all but its own part.
     """
     check(tensor, group)
-    rows = rows_for(tensor, group, sizes)
-    coming = rows
+    rows = coming = rows_for(tensor, group, sizes)
     if sizes is not None:
         coming = all_to_all(torch.tensor(rows), group).tolist()
     if wants_gradient(tensor, None):
         return linear(
             tensor,
-            run=lambda x: all_to_all(x, group, sizes),
-            transpose=lambda g: all_to_all(g, group, None if sizes is None else coming),
+            run=lambda x: exchange_parts(x, group, rows, coming, sizes is None),
+            transpose=lambda g: exchange_parts(g, group, coming, rows, sizes is None),
         )
+    return exchange_parts(tensor, group, rows, coming, sizes is None)
+
+
+def exchange_parts(tensor, group, rows, coming, even):
+    """The all_to_all of `rows[j]` rows to rank j and `coming[i]` rows from rank i."""
     result = tensor.new_empty((sum(coming), *tensor.shape[1:]))
-    # With sizes each rank's shape is its own, and the exchange above has matched the rows.
-    said = tensor.shape if sizes is None else tensor.shape[1:]
+    # With uneven parts each rank's shape is its own, and the ranks have told each other the rows.
+    said = tensor.shape if even else tensor.shape[1:]
     with Operation("all_to_all", group, said, tensor.dtype) as operation:
         direct.all_to_all(
             operation,
@@ -318,7 +322,7 @@ def pick(collective, algorithm, tensor, group, reduction=None):
     table = ALGORITHMS[collective]
     if algorithm == "auto":
         narrow = reduction is not None and reduction.widens
-        algorithm = "torch" if tensor.is_cuda else choose(collective, tensor.nbytes, group, narrow)
+        algorithm = choose(collective, tensor.nbytes, group, narrow)
     if algorithm not in table:
         raise ValueError(f"{collective} has no algorithm {algorithm!r}: one of {', '.join(table)}")
     return table[algorithm], algorithm

@@ -8,7 +8,9 @@ on those links.
 
 from s2s_lib.collectives import direct
 from s2s_lib.collectives.pieces import even_cuts, piece
-from s2s_lib.ranks.wire import Operation, current
+from s2s_lib.collectives.reduction import Reduction
+from s2s_lib.ranks.connection import current
+from s2s_lib.ranks.wire import Operation
 
 
 def levels(group):
@@ -39,11 +41,11 @@ def all_reduce(operation, x, out, reduction):
         return Operation(name, group, x.shape, x.dtype, operation.detail)
 
     # The average is taken once, over all ranks, when both sums are done.
-    finish, reduction.finish = reduction.finish, lambda chunk: None
+    part = Reduction("sum" if reduction.op == "avg" else reduction.op, x.dtype, 1)
     with level("reduce_scatter", inside) as inner:
-        direct.reduce_scatter(inner, x, mine, cuts, reduction)
+        direct.reduce_scatter(inner, x, mine, cuts, part)
     with level("all_reduce", between) as inner:
-        direct.all_reduce(inner, mine, mine, reduction)
-    finish(mine)
+        direct.all_reduce(inner, mine, mine, part)
+    reduction.finish(mine)
     with level("all_gather", inside) as inner:
         direct.all_gather(inner, mine, out, cuts)

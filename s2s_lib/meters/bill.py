@@ -3,10 +3,10 @@
 import contextlib
 from collections import Counter
 
-from s2s_lib.ranks import wire
+from s2s_lib.ranks import connection
 
 
-class Bill(wire.Log):
+class Bill(connection.Log):
     """What one rank sent while `bill()` was open.
 
     `bytes` and `messages` are totals; `by("collective")`, `by("group")` and `by("link")` split
@@ -60,7 +60,7 @@ class Bill(wire.Log):
 @contextlib.contextmanager
 def bill():
     """Count what this rank sends inside the `with`; yields a `Bill`, which can be returned."""
-    here = wire.current()
+    here = connection.current()
     log = Bill(here.rank, here.cluster)
     here.logs.append(log)
     try:

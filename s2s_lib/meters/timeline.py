@@ -12,7 +12,7 @@ import json
 import time
 from typing import NamedTuple
 
-from s2s_lib.ranks import wire
+from s2s_lib.ranks import connection
 
 
 class Span(NamedTuple):
@@ -29,7 +29,7 @@ class Span(NamedTuple):
         return self.end - self.start
 
 
-class Timeline(wire.Log):
+class Timeline(connection.Log):
     """What one rank did while `timeline()` was open."""
 
     def __init__(self, rank):
@@ -148,7 +148,7 @@ def _gaps(whole: Span, inside: list[Span]) -> list[Span]:
 @contextlib.contextmanager
 def timeline():
     """Record what this rank does inside the `with`; yields a `Timeline`, which can be returned."""
-    here = wire.current()
+    here = connection.current()
     log = Timeline(here.rank)
     here.logs.append(log)
     try:

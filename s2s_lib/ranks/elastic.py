@@ -3,10 +3,9 @@
 import datetime
 import os
 
-import torch
 import torch.distributed as dist
 
-from s2s_lib.ranks import messages, wire
+from s2s_lib.ranks import connection, messages
 from s2s_lib.ranks.launch import check_cluster
 
 
@@ -20,14 +19,8 @@ def run_in_world(fn, args, ranks, cluster, timeout, check) -> list:
         )
     check_cluster(size, cluster)
     if not dist.is_initialized():
-        on_gpu = torch.cuda.is_available()
-        if on_gpu:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            timeout=datetime.timedelta(seconds=timeout),
-        )
-    world = wire.connect(dist.get_rank(), size, timeout=timeout, cluster=cluster, check=check)
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    world = connection.connect(dist.get_rank(), size, timeout=timeout, cluster=cluster, check=check)
     value = fn(world, *args)
     messages.finish()
     values = [None] * size

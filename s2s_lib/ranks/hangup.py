@@ -13,22 +13,24 @@ import os
 import socket
 
 
-def connections() -> set[int]:
-    """The descriptors of this process that are internet connections."""
+def connections() -> set[tuple[int, int]]:
+    """The internet connections of this process: each one's descriptor and the system's number of
+    it, since a descriptor may later belong to another."""
     found = set()
     for descriptor in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError), borrowed(descriptor) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 connection.getpeername()
-                found.add(descriptor)
+                found.add((descriptor, os.fstat(descriptor).st_ino))
     return found
 
 
-def hang_up(descriptors: set[int]):
-    """Shut down these connections; those that are closed already do not matter."""
-    for descriptor in descriptors:
+def hang_up(these: set[tuple[int, int]]):
+    """Shut down those of these connections that are still open."""
+    for descriptor, number in these:
         with contextlib.suppress(OSError), borrowed(descriptor) as connection:
-            connection.shutdown(socket.SHUT_RDWR)
+            if os.fstat(descriptor).st_ino == number:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager

@@ -23,8 +23,9 @@ from multiprocessing.connection import Connection
 from s2s_lib.ranks.failure import failure_of
 
 # How long to wait, after a first sign of failure, for the sign that explains it. A rank that was
-# killed shows up in its neighbours as a lost connection before the fork server has reported it.
-GRACE = {"error": 0.05, "lost": 0.5, "timeout": 1.0}
+# killed shows up in its neighbours as a lost connection before the fork server has reported it;
+# ranks that raise the same do so a little apart, and are then told together.
+GRACE = {"error": 0.3, "lost": 0.5, "timeout": 1.0}
 # More than a pipe holds, so that one read empties it.
 PIPE = 1 << 20
 

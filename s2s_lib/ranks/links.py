@@ -11,7 +11,8 @@ The sender writes `departs` into a small header (the ranks of one machine share 
 on at once; the receiver takes the true bytes and then sleeps until `arrives`. Inside one
 operation, "now" for a rank that has just received is the moment the message should have arrived,
 not the slightly later moment at which it woke up: so lateness does not add up over the steps of a
-ring, and the additions between two steps count as free.
+ring, and the additions between two steps count as free. Messages pass the receiving port in the
+order in which the rank waits for them.
 """
 
 import ctypes
@@ -40,6 +41,7 @@ class Links:
 
     def begin(self):
         """A new operation starts: "now" is the clock again."""
+        self.thread.began = time.monotonic()
         self.thread.now = None
 
     def depart(self, peer, nbytes) -> torch.Tensor:
@@ -59,7 +61,8 @@ class Links:
             begins = max(first_bit, self.receiving_free.get(kind, 0.0))
             arrives = begins + nbytes / link.bytes_per_second
             self.receiving_free[kind] = arrives
-        self.thread.now = arrives
+        # A message that came before this rank did has waited for it.
+        self.thread.now = max(arrives, getattr(self.thread, "began", arrives))
         left = arrives - time.monotonic()
         if left > 0:
             time.sleep(left)

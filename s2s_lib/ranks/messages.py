@@ -2,7 +2,7 @@
 
 import torch
 
-from s2s_lib.ranks import wire
+from s2s_lib.ranks import connection, wire
 from s2s_lib.ranks.group import Group, check_group
 
 
@@ -56,7 +56,7 @@ def check_tensor(tensor):
         raise TypeError(f"expected a tensor, got {tensor!r}; wrap it: torch.tensor(...)")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"cannot send a {tensor.layout} tensor; make it dense: .to_dense()")
-    if not (tensor.is_cpu or (tensor.is_cuda and wire.current().backend.name() != "gloo")):
+    if not tensor.is_cpu:
         raise ValueError(
             f"this tensor is on {tensor.device}, the ranks exchange tensors on the CPU: .cpu()"
         )
@@ -74,6 +74,6 @@ def _message(direction, tensor, place, group, shown):
 
 def finish():
     """Wait for what `isend` and `irecv` started and nobody waited for."""
-    pending = wire.current().pending
+    pending = connection.current().pending
     while pending:
         pending.pop().wait()

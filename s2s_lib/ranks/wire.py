@@ -4,7 +4,8 @@ Messages travel over torch's gloo process group, point to point. The two ranks o
 by its *tag*: a number computed from the group, the thread, the operation and the shape and dtype
 of what is moved. So a rank in `all_reduce` never takes the bytes of one in `broadcast`, and a
 tensor of another shape is never half filled: such messages find no partner, and when the timeout
-ends the wait, the launcher prints who was waiting for what.
+ends the wait, the launcher prints who was waiting for what. (A tag has 22 bits for all this: of
+four million pairs of different messages, one pair shares a tag.)
 
 A gloo send is synchronous: it completes when the receiver has asked for the message.
 
@@ -13,21 +14,15 @@ With a `Cluster`, a message is also held back until the emulated link would have
 neither, nothing of the kind runs.
 """
 
-import contextlib
-import datetime
 import functools
-import gc
-import os
-import sys
 import threading
 import time
 import zlib
 
 import torch
-import torch.distributed as dist
 
-from s2s_lib.ranks.group import Group
-from s2s_lib.ranks.links import Links
+from s2s_lib.ranks.connection import current
+from s2s_lib.ranks.connection import thread as this_thread
 
 # A dtype's number is part of a tag, so it must be the same in every process.
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
@@ -46,126 +41,6 @@ class WaitTimeout(RuntimeError):
 
 class ConnectionLost(RuntimeError):
     """The other end of a message is gone."""
-
-
-class Log:
-    """What the wire tells those who listen (`wire.logs`); times are of `time.monotonic`."""
-
-    def message(self, name, group, peer, nbytes, when):
-        """This rank sends `nbytes` to world rank `peer`, as part of collective `name`."""
-
-    def operation(self, name, group, channel, start, end):
-        """This rank was in `name` on thread `channel` (0 is the main thread)."""
-
-    def wait(self, name, channel, start, end):
-        """In it, this thread was blocked until its partner was ready (see `Transfer.wait`)."""
-
-    def mark(self, name, when):
-        """Somebody noted a moment."""
-
-
-class Wire:
-    """This process's connection to the others."""
-
-    def __init__(self, backend, rank, size, timeout, cluster, check):
-        self.backend = backend
-        self.rank = rank
-        self.timeout = timeout
-        self.cluster = cluster
-        self.links = Links(rank, cluster) if cluster else None
-        self.check = check
-        self.size = size
-        # keys of groups whose ranks are known to exist
-        self.known = set()
-        self.logs = []
-        # (group key, channel) -> how many collectives this rank has entered
-        self.counts = {}
-        # thread -> the transfer it is blocked on
-        self.blocked = {}
-        # transfers of isend and irecv that nobody has waited for yet (messages.py)
-        self.pending = set()
-
-    def admit(self, group):
-        """ValueError unless the group's ranks exist and this process is where it says it is."""
-        if group.key not in self.known:
-            missing = [rank for rank in group.ranks if rank not in range(self.size)]
-            if missing:
-                raise ValueError(
-                    f"group {list(group.ranks)} names rank {missing[0]!r}, "
-                    f"the world has ranks 0..{self.size - 1}"
-                )
-            self.known.add(group.key)
-        if group.ranks[group.rank] != self.rank:
-            raise ValueError(
-                f"this is rank {self.rank} of the world, but its place {group.rank} in group "
-                f"{list(group.ranks)} is that of rank {group.ranks[group.rank]}; "
-                "groups from world.subgroup(...) know their place"
-            )
-
-
-_wire: Wire | None = None
-_thread = threading.local()
-
-
-def connect(rank, size, store=None, timeout=60.0, cluster=None, check=False) -> Group:
-    """Join `size` processes into one world; returns the group of all ranks.
-
-    `store` is the path of a file that all ranks see; they then meet on the loopback interface.
-    Without it the default process group must be there already (torchrun's case).
-    """
-    global _wire
-    _prefer_batch_scheduling()
-    if store is not None:
-        # gloo would otherwise look up the host's name and listen wherever that points.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, size),
-            rank=rank,
-            world_size=size,
-            timeout=datetime.timedelta(seconds=timeout),
-        )
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    _wire = Wire(backend, rank, size, timeout, cluster, check)
-    return Group(tuple(range(size)), rank)
-
-
-def disconnect():
-    """Leave the world; `connect` may be called again."""
-    global _wire
-    _wire = None
-    _thread.operation = None
-    dist.destroy_process_group()
-    # torch keeps the old group in reference cycles, and its connections with it.
-    gc.collect()
-
-
-def _prefer_batch_scheduling():
-    # gloo's threads wake others often; under the default policy a wake-up may preempt the thread
-    # that holds the lock it needs, and then stall for a scheduler tick of 4 ms.
-    if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def current() -> Wire:
-    """This process's connection; RuntimeError where there is none."""
-    if _wire is None:
-        raise RuntimeError(
-            "no ranks here: ranks communicate inside a function given to launch(fn, ranks=...)"
-        )
-    return _wire
-
-
-def mark(name: str):
-    """Note this moment, under a name, in every open log."""
-    for log in current().logs:
-        log.mark(name, time.monotonic())
-
-
-def set_channel(channel: int):
-    """Messages of this thread from now on match only those of the same channel elsewhere."""
-    _thread.channel = channel
 
 
 @functools.lru_cache(maxsize=4096)
@@ -195,14 +70,16 @@ class Operation:
         self.dtype = dtype
         self.detail = detail
         self.sends = []
+        # While the ranks compare what they are about to do; that is not the program's own.
+        self.comparing = False
 
     def __enter__(self):
         wire = self.wire
-        self.channel = getattr(_thread, "channel", 0)
+        self.channel = getattr(this_thread, "channel", 0)
         self.tag = make_tag(
             self.group.key, self.channel, self.name, self.dtype, self.shape, self.detail
         )
-        self.outer = getattr(_thread, "operation", None)
+        self.outer = getattr(this_thread, "operation", None)
         self.outermost = self if self.outer is None else self.outer.outermost
         if self.outer is None:
             if self.name == self.shown:
@@ -210,11 +87,13 @@ class Operation:
                 wire.counts[key] = wire.counts.get(key, 0) + 1
             if wire.links:
                 wire.links.begin()
+            # After a failed wait that somebody caught: this thread goes on.
+            wire.blocked.pop(threading.get_ident(), None)
         self.number = wire.counts.get((self.outermost.group.key, self.channel), 0)
         self.since = time.monotonic()
         if wire.check and self.outer is None and self.name == self.shown:
             agree(self)
-        _thread.operation = self
+        this_thread.operation = self
         return self
 
     def __exit__(self, kind, error, _):
@@ -222,7 +101,7 @@ class Operation:
             if error is None:
                 self.wait_for_sends()
         finally:
-            _thread.operation = self.outer
+            this_thread.operation = self.outer
         if self.wire.logs and self.outer is None and error is None:
             now = time.monotonic()
             for log in self.wire.logs:
@@ -240,13 +119,13 @@ class Operation:
         It must not change before the operation ends. `step` tells apart the messages of one
         operation between one pair.
         """
-        transfer = Transfer(self, "send to", tensor, to, self.tag | (step & 255))
+        transfer = Transfer(self, tensor, to, self.tag | (step & 255))
         self.sends.append(transfer)
         return transfer
 
     def receive(self, out, source, step=0) -> "Transfer":
         """Ask the rank at place `source` for a message; `out` holds it after `.wait()`."""
-        return Transfer(self, "receive from", out, source, self.tag | (step & 255))
+        return Transfer(self, out, source, self.tag | (step & 255), receiving=True)
 
     def describe(self) -> str:
         """One line: `all_reduce number 3, (2, 3) float32, sum, ring`."""
@@ -259,17 +138,17 @@ class Operation:
 class Transfer:
     """One message on its way, out of or into `tensor`; `wait()` returns that tensor."""
 
-    __slots__ = ("operation", "doing", "tensor", "place", "peer", "work", "header", "since")
+    __slots__ = ("operation", "receiving", "tensor", "place", "peer", "work", "header", "logs")
 
-    def __init__(self, operation, doing, tensor, place, tag):
+    def __init__(self, operation, tensor, place, tag, receiving=False):
         wire = operation.wire
         self.operation = operation
-        self.doing = doing
+        self.receiving = receiving
+        self.logs = () if operation.comparing else wire.logs
         self.tensor = tensor
         self.place = place
         self.peer = operation.group.ranks[place]
         self.header = None
-        self.since = operation.since
         self.work = None
         # Both sides know when nothing is to come.
         if tensor.nbytes:
@@ -280,7 +159,7 @@ class Transfer:
 
     def start(self, wire, tag):
         slowed = wire.links and wire.links.between(self.peer)
-        if self.doing == "receive from":
+        if self.receiving:
             if slowed:
                 header = torch.empty(1, dtype=torch.float64)
                 self.header = (header, wire.backend.recv([header], self.peer, tag | HEADER))
@@ -288,9 +167,9 @@ class Transfer:
         if slowed:
             header = wire.links.depart(self.peer, self.tensor.nbytes)
             self.header = (header, wire.backend.send([header], self.peer, tag | HEADER))
-        if wire.logs:
+        if self.logs:
             outermost, now = self.operation.outermost, time.monotonic()
-            for log in wire.logs:
+            for log in self.logs:
                 log.message(outermost.shown, outermost.group, self.peer, self.tensor.nbytes, now)
         return wire.backend.send([self.tensor], self.peer, tag)
 
@@ -298,7 +177,7 @@ class Transfer:
         """Block until the message has gone or come. Waiting again returns at once."""
         if self.work is not None:
             wire = self.operation.wire
-            began = time.monotonic() if wire.logs else None
+            began = time.monotonic() if self.logs else None
             thread = threading.get_ident()
             wire.blocked[thread] = self
             try:
@@ -313,19 +192,23 @@ class Transfer:
             del wire.blocked[thread]
             wire.pending.discard(self)
             ended = time.monotonic() if began is not None else None
-            if self.header is not None and self.doing == "receive from":
+            if self.header is not None and self.receiving:
                 wire.links.arrive(self.peer, self.tensor.nbytes, self.header[0])
                 if began is not None:
                     # On an emulated link it is known when the sender was ready.
                     ended = min(ended, max(began, self.header[0].item()))
             if began is not None:
                 outermost = self.operation.outermost
-                for log in wire.logs:
+                for log in self.logs:
                     log.wait(outermost.shown, outermost.channel, began, ended)
         return self.tensor
 
+    @property
+    def direction(self):
+        return "receive from" if self.receiving else "send to"
+
     def explain(self, error):
-        what = f"{self.operation.describe()}: {self.doing} rank {self.place}"
+        what = f"{self.operation.describe()}: {self.direction} rank {self.place}"
         if "closed by peer" in str(error):
             return ConnectionLost(f"{what} failed: the other end is gone, or gave up waiting")
         if "imed out" not in str(error):
@@ -337,7 +220,7 @@ class Transfer:
     def row(self) -> tuple[str, str, float]:
         """For a table of waits: what for, in which group of world ranks, since when."""
         operation = self.operation
-        what = f"{operation.describe()}: {self.doing} rank {self.place}"
+        what = f"{operation.describe()}: {self.direction} rank {self.place}"
         return what, str(list(operation.group.ranks)), operation.outermost.since
 
 
@@ -350,18 +233,23 @@ def agree(operation: Operation):
     tag = make_tag(group.key, operation.channel, "agree", torch.uint8)
     places = [place for place in range(group.size) if place != group.rank]
     theirs = {place: torch.empty(256, dtype=torch.uint8) for place in places}
-    mine = torch.frombuffer(bytearray(text.encode()[:256].ljust(256, b"\0")), dtype=torch.uint8)
-    transfers = [Transfer(operation, "receive from", theirs[p], p, tag) for p in places]
-    transfers += [Transfer(operation, "send to", mine, p, tag) for p in places]
+    mine = torch.frombuffer(bytearray(_line_of_256(text)), dtype=torch.uint8)
+    operation.comparing = True
+    transfers = [Transfer(operation, theirs[p], p, tag, receiving=True) for p in places]
+    transfers += [Transfer(operation, mine, p, tag) for p in places]
     for transfer in transfers:
         transfer.wait()
-    said = {place: bytes(t.tolist()).rstrip(b"\0").decode() for place, t in theirs.items()}
-    said[group.rank] = text
+    operation.comparing = False
+    said = {place: bytes(line.tolist()) for place, line in (theirs | {group.rank: mine}).items()}
     if len(set(said.values())) > 1:
-        rows = "\n".join(f"  rank {place}: {said[place]}" for place in sorted(said))
+        shown = {
+            place: line[8:].rstrip(b"\0").decode(errors="ignore") for place, line in said.items()
+        }
+        rows = "\n".join(f"  rank {place}: {shown[place]}" for place in sorted(said))
         raise ValueError(f"the ranks of group {list(group.ranks)} disagree:\n{rows}")
 
 
-def blocked() -> list[tuple[str, str, float]]:
-    """For each blocked thread of this rank: what it waits for, in which group, since when."""
-    return [transfer.row() for transfer in list(_wire.blocked.values())] if _wire else []
+def _line_of_256(text):
+    """A checksum of the text in 8 bytes, and as much of the text as fits."""
+    data = text.encode()
+    return f"{zlib.crc32(data):08x}".encode() + data[:248].ljust(248, b"\0")

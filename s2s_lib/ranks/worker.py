@@ -98,10 +98,11 @@ class Worker:
         self.take_surroundings()
         threading.Thread(target=self.read_channel, daemon=True).start()
         self.attempt(self.connect)
+        doing = {"call": self.do_call, "cell": self.do_cell, "reconnect": self.do_reconnect}
         while True:
             kind, payload = self.tasks.get()
             self.state = "running"
-            self.attempt(getattr(self, f"do_{kind}"), payload)
+            self.attempt(doing[kind], payload)
 
     def take_surroundings(self):
         """Path, folder, environment and threads as in the process that called launch."""
@@ -151,11 +152,11 @@ class Worker:
                 self.tell(*answer)
 
     def connect(self):
-        from s2s_lib.ranks import wire
+        from s2s_lib.ranks import connection
 
         settings = self.settings
         before = hangup.connections()
-        self.world = wire.connect(
+        self.world = connection.connect(
             self.rank,
             settings["size"],
             store=settings["store"],
@@ -210,19 +211,19 @@ class Worker:
             hangup.hang_up(self.connections)
 
     def do_reconnect(self, store):
-        from s2s_lib.ranks import wire
+        from s2s_lib.ranks import connection
 
         hangup.hang_up(self.connections)
-        wire.disconnect()
+        connection.disconnect()
         self.settings["store"] = store
         self.connect()
         return "result", None
 
     def where(self):
         """What this rank is doing, for the launcher's table: one line for each busy thread."""
-        from s2s_lib.ranks import wire
+        from s2s_lib.ranks import connection
 
-        waits = wire.blocked()
+        waits = connection.blocked()
         if waits or self.state in ("finished", "failed"):
             return waits or [(self.state, "", None)]
         frame = sys._current_frames().get(threading.main_thread().ident)

@@ -1,7 +1,7 @@
 """Data parallelism: the whole model on every rank, each with its own part of the batch.
 
     who holds what    weights, gradients and optimizer state: all of them, on every rank
-    who sends what    2(W-1)/W of the gradients' bytes a rank and step: one all_reduce
+    who sends what    2(W-1)/W of the gradients' bytes a rank and step: an all_reduce a bucket
 
 The gradients are averaged while backward still computes. Parameters are put into *buckets* in
 reverse order, which is about the order in which their gradients appear; as soon as all of a
@@ -20,26 +20,31 @@ import weakref
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from s2s_lib.collectives.background import background
 from s2s_lib.collectives.functions import all_gather, all_reduce
+from s2s_lib.ranks.connection import mark
 from s2s_lib.ranks.group import Group
-from s2s_lib.ranks.wire import mark
 from s2s_lib.strategies.bucket import Bucket
 from s2s_lib.strategies.replicas import check_same, copy_from, copy_state
 
 # The DDPs that the backward under way has reached, in that order. They share one thread for their
 # averages, so all ranks must send in the same order: the buckets of the first, then the next's.
 _running: list["DDP"] = []
+# Parameters that a DDP averages.
+_claimed = WeakIdKeyDictionary()
 
 
 class DDP(nn.Module):
     """`module` on every rank of `group`, with gradients averaged when `backward()` returns.
 
     Construction: all ranks check that they built the same module (ValueError on all, naming the
-    first difference), then take the weights and buffers of the group's first rank.
-    Forward: as the module's; in training mode the first rank's buffers are then copied to all.
-    Backward: each bucket (`bucket_mb` megabytes of parameters of one dtype) is averaged as soon
+    first difference), then take the weights and buffers of the group's first rank: an all_gather
+    of 8 bytes a rank and W-1 times the bytes of the module.
+    Forward: as the module's; in training mode, and not under `no_sync`, the first rank's buffers
+    are then copied to all.
+    Backward: each bucket (`bucket_mb` MiB of parameters of one dtype) is averaged as soon
     as it is complete, on a second thread; with `overlap=False` after backward, one by one.
     Step: nothing; every rank takes the same one.
 
@@ -51,17 +56,20 @@ class DDP(nn.Module):
     beyond the next backward. A module with nothing to train passes through, and nothing is sent.
 
     Sent in each backward, by all ranks together: 2(W-1) times the bytes of the trainable
-    parameters. Of a bucket above 1 MB (two ranks: 256 KB) each rank sends an equal share,
-    2(W-1)/W of its bytes; where W does not divide it, some pieces are an element longer. A smaller
-    one goes up and down a tree, where a rank sends it once to each neighbour, and as float32 if it
-    is of 16-bit floats; on emulated links `choose` decides. A training forward adds W-1 times the
-    buffers' bytes.
+    parameters, as they travel. A bucket above 1 MiB (two ranks: 256 KiB) travels in its own dtype
+    and each rank sends an equal share, 2(W-1)/W of it; where W does not divide it, some pieces are
+    an element longer. A smaller one goes up and down a tree, where a rank sends it once to each
+    neighbour, and 16-bit floats travel as float32. On emulated links `choose` decides. A training
+    forward adds W-1 times the buffers' bytes.
+
+    A parameter belongs to one DDP for life: ValueError for a second, whose hooks would average
+    again. A process runs one backward at a time, which may pass through several DDPs.
     """
 
     def __init__(self, module: nn.Module, group: Group, bucket_mb: float = 25, overlap=True):
         super().__init__()
         if not bucket_mb > 0:
-            raise ValueError(f"bucket_mb={bucket_mb}: give megabytes above 0")
+            raise ValueError(f"bucket_mb={bucket_mb}: give MiB above 0")
         self.module = module
         self.group = group
         self.overlap = overlap
@@ -94,7 +102,19 @@ class DDP(nn.Module):
             run[0].append(name)
             run[1].append(parameter)
             run[2] += parameter.nbytes
+        for names, parameters, _ in runs:
+            self.claim(names, parameters)
         return [Bucket(names, parameters) for names, parameters, _ in runs]
+
+    @staticmethod
+    def claim(names, parameters):
+        for name, parameter in zip(names, parameters, strict=True):
+            if parameter in _claimed:
+                raise ValueError(
+                    f"{name} is in a DDP already, and would be averaged twice: go on with that "
+                    "DDP, or build a fresh module"
+                )
+            _claimed[parameter] = True
 
     def forward(self, *args, **kwargs):
         if any(p.requires_grad for p in self.frozen):

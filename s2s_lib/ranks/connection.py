@@ -1,0 +1,144 @@
+"""This process's connection to the other ranks: how it is made, and who listens to it."""
+
+import contextlib
+import datetime
+import gc
+import os
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from s2s_lib.ranks.group import Group
+from s2s_lib.ranks.links import Links
+
+
+class Log:
+    """What the wire tells those who listen (`wire.logs`); times are of `time.monotonic`."""
+
+    def message(self, name, group, peer, nbytes, when):
+        """This rank sends `nbytes` to world rank `peer`, as part of collective `name`."""
+
+    def operation(self, name, group, channel, start, end):
+        """This rank was in `name` on thread `channel` (0 is the main thread)."""
+
+    def wait(self, name, channel, start, end):
+        """In it, this thread was blocked until its partner was ready (see `Transfer.wait`)."""
+
+    def mark(self, name, when):
+        """Somebody noted a moment."""
+
+
+class Wire:
+    """This process's connection to the others."""
+
+    def __init__(self, backend, rank, size, timeout, cluster, check):
+        self.backend = backend
+        self.rank = rank
+        self.timeout = timeout
+        self.cluster = cluster
+        self.links = Links(rank, cluster) if cluster else None
+        self.check = check
+        self.size = size
+        # Keys of groups whose ranks are known to exist.
+        self.known = set()
+        self.logs = []
+        # (group key, channel) -> how many collectives this rank has entered.
+        self.counts = {}
+        # Thread -> the transfer it is blocked on.
+        self.blocked = {}
+        # Transfers of isend and irecv that nobody has waited for yet (messages.py).
+        self.pending = set()
+
+    def admit(self, group):
+        """ValueError unless the group's ranks exist and this process is where it says it is."""
+        if group.key not in self.known:
+            missing = [rank for rank in group.ranks if rank not in range(self.size)]
+            if missing:
+                raise ValueError(
+                    f"group {list(group.ranks)} names rank {missing[0]!r}, "
+                    f"the world has ranks 0..{self.size - 1}"
+                )
+            self.known.add(group.key)
+        if group.ranks[group.rank] != self.rank:
+            raise ValueError(
+                f"this is rank {self.rank} of the world, but its place {group.rank} in group "
+                f"{list(group.ranks)} is that of rank {group.ranks[group.rank]}; "
+                "groups from world.subgroup(...) know their place"
+            )
+
+
+_wire: Wire | None = None
+# What belongs to one thread: its channel, and the operation that it is in.
+thread = threading.local()
+
+
+def connect(rank, size, store=None, timeout=60.0, cluster=None, check=False) -> Group:
+    """Join `size` processes into one world; returns the group of all ranks.
+
+    `store` is the path of a file that all ranks see; they then meet on the loopback interface.
+    Without it the default process group must be there already (torchrun's case).
+    """
+    global _wire
+    _prefer_batch_scheduling()
+    wait = datetime.timedelta(seconds=timeout)
+    if store is not None:
+        # gloo would otherwise look up the host's name and listen wherever that points.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, size),
+            rank=rank,
+            world_size=size,
+            timeout=wait,
+        )
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    # A process group that was there already may have been made with another.
+    backend._set_default_timeout(wait)
+    _wire = Wire(backend, rank, size, timeout, cluster, check)
+    return Group(tuple(range(size)), rank)
+
+
+def disconnect():
+    """Leave the world; `connect` may be called again."""
+    global _wire
+    _wire = None
+    thread.operation = None
+    dist.destroy_process_group()
+    # torch keeps the old group in reference cycles, and its connections with it.
+    gc.collect()
+
+
+def _prefer_batch_scheduling():
+    # gloo's threads wake others often; under the default policy a wake-up may preempt the thread
+    # that holds the lock it needs, and then stall for a scheduler tick of 4 ms.
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def current() -> Wire:
+    """This process's connection; RuntimeError where there is none."""
+    if _wire is None:
+        raise RuntimeError(
+            "no ranks here: ranks communicate inside a function given to launch(fn, ranks=...)"
+        )
+    return _wire
+
+
+def mark(name: str):
+    """Note this moment, under a name, in every open log."""
+    for log in current().logs:
+        log.mark(name, time.monotonic())
+
+
+def set_channel(channel: int):
+    """Messages of this thread from now on match only those of the same channel elsewhere."""
+    thread.channel = channel
+
+
+def blocked() -> list[tuple[str, str, float]]:
+    """For each blocked thread of this rank: what it waits for, in which group, since when."""
+    return [transfer.row() for transfer in list(_wire.blocked.values())] if _wire else []
