@@ -15,7 +15,8 @@ def main(names):
         print(f"\n== {name}: {PARTS[name].__doc__.splitlines()[0]}")
         PARTS[name].main()
     print(f"\n{sum(report.lines)} of {len(report.lines)} within their bounds")
+    return 0 if all(report.lines) else 1
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

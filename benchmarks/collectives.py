@@ -22,23 +22,23 @@ TARGETS = {"all_reduce": 1.3, "reduce_scatter": 2.0, "all_gather": 2.0, "broadca
 def contenders(collective, nbytes, world):
     """name -> function, for one collective on a tensor of `nbytes` (the whole one)."""
     numel = max(world.size, nbytes // 4 // world.size * world.size)
-    whole, part = torch.ones(numel), torch.ones(numel // world.size)
+    whole, part = torch.zeros(numel), torch.zeros(numel // world.size)
     whole_out, part_out = torch.empty_like(whole), torch.empty_like(part)
     if collective == "all_reduce":
 
         def copy_then_gloo():
             whole_out.copy_(whole)
-            dist.all_reduce(whole_out, dist.ReduceOp.MAX)
+            dist.all_reduce(whole_out)
 
         return {
-            "ours": lambda: all_reduce(whole, world, op="max", out=whole_out),
-            "gloo": lambda: dist.all_reduce(whole, dist.ReduceOp.MAX),
+            "ours": lambda: all_reduce(whole, world, out=whole_out),
+            "gloo": lambda: dist.all_reduce(whole),
             "copy, then gloo": copy_then_gloo,
         }
     if collective == "reduce_scatter":
         return {
-            "ours": lambda: reduce_scatter(whole, world, op="max", out=part_out),
-            "gloo": lambda: dist.reduce_scatter_single(part_out, whole, dist.ReduceOp.MAX),
+            "ours": lambda: reduce_scatter(whole, world, out=part_out),
+            "gloo": lambda: dist.reduce_scatter_single(part_out, whole),
         }
     if collective == "all_gather":
         return {

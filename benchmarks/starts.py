@@ -2,6 +2,7 @@
 
 import os
 import statistics
+import sys
 import tempfile
 import time
 
@@ -24,7 +25,9 @@ def launched(world):
 
 
 def spawned(rank, store):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
     work(rank)
     dist.destroy_process_group()

@@ -81,9 +81,9 @@ def defined(world) -> list[str]:
     """The names that the cells have defined on this rank, without modules, sorted."""
     import s2s_lib
 
-    known = GIVEN | {*s2s_lib.__all__}
-    mine = {n for n, v in variables(world).items() if not isinstance(v, types.ModuleType)}
-    return sorted(n for n in mine - known if not n.startswith("_"))
+    mine = {n: v for n, v in variables(world).items() if not isinstance(v, types.ModuleType)}
+    ours = {n for n, v in mine.items() if n in s2s_lib.__all__ and v is getattr(s2s_lib, n)}
+    return sorted(n for n in mine.keys() - GIVEN - ours if not n.startswith("_"))
 
 
 def push(world, values: bytes):

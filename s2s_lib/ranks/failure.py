@@ -70,9 +70,13 @@ def raised(job, ranks):
     same = sorted(r for r in ranks if headline(job, r) == headline(job, ranks[0]))
     summary = f"rank {same[0]} of {job.size} raised {headline(job, same[0])}"
     if same[1:]:
-        others = f"rank{'s'[: len(same) > 2]} {', '.join(map(str, same[1:]))}"
-        summary += f" (and so did {others})"
+        summary += f" (and so did {names(same[1:])})"
     return RankError(same[0], summary, "\n".join(map(render, job.failures[same[0]]["chain"])))
+
+
+def names(ranks) -> str:
+    """`rank 3`, or `ranks 0, 2`."""
+    return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
 
 
 def headline(job, rank):

@@ -6,7 +6,6 @@ done. What goes wrong is told apart here: a rank that raised, a rank that was ki
 that wait for each other in vain.
 """
 
-import codecs
 import contextlib
 import os
 import pickle
@@ -18,16 +17,16 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from multiprocessing.connection import Connection
 
 from s2s_lib.ranks.failure import failure_of
+from s2s_lib.ranks.stream import Stream
 
 # How long to wait, after a first sign of failure, for the sign that explains it. A rank that was
 # killed shows up in its neighbours as a lost connection before the fork server has reported it;
 # ranks that raise the same do so a little apart, and are then told together.
 GRACE = {"error": 0.3, "lost": 0.5, "timeout": 1.0}
-# More than a pipe holds, so that one read empties it.
-PIPE = 1 << 20
 
 _server = None
 _starting = threading.Lock()
@@ -78,45 +77,6 @@ def _fork_server():
         return _server
 
 
-class Stream:
-    """One stream of one rank: its pipe, and what came out of it so far."""
-
-    def __init__(self, target):
-        self.target = target
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.reader, False)
-        self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self.unshown = []
-        self.tail = ""
-
-    def drain(self) -> bool:
-        """Take what is there now; False at the end of the stream."""
-        try:
-            data = os.read(self.reader, PIPE)
-        except BlockingIOError:
-            return True
-        text = self.decode(data, final=not data)
-        self.unshown.append(text)
-        self.tail = (self.tail + text[-2000:])[-2000:]
-        return bool(data)
-
-    def show(self):
-        text = "".join(self.unshown)
-        self.unshown.clear()
-        if text:
-            print(text, end="", file=getattr(sys, self.target), flush=True)
-
-    def close_writer(self):
-        """Once the rank has it: so that the stream ends when the rank does."""
-        if self.writer is not None:
-            os.close(self.writer)
-            self.writer = None
-
-    def close(self):
-        self.close_writer()
-        os.close(self.reader)
-
-
 class Job:
     """Starts `ranks` processes and connects them; closing it ends them.
 
@@ -132,6 +92,8 @@ class Job:
         self.channels, self.streams = [], []
         self.answers, self.failures, self.deaths, self.wheres = {}, {}, {}, {}
         self.server_gone = False
+        # Whose output appears as it comes.
+        self.live = 0
         try:
             self.start_ranks(settings)
         except BaseException:
@@ -263,8 +225,11 @@ class Job:
         stream = next(s for s in self.streams[rank] if s.reader == reader)
         if not stream.drain():
             self.selector.unregister(reader)
-        if rank == 0:
-            stream.show()
+        if rank == self.live:
+            self.show_stream(rank, stream)
+
+    def show_stream(self, rank, stream):
+        stream.show()
 
     def read_deaths(self, sock):
         data = b""
@@ -296,11 +261,7 @@ class Job:
         """End every rank, wait until the fork server says they are gone, show their output."""
         try:
             if hasattr(self, "sock"):
-                with self.sock, contextlib.suppress(OSError):
-                    self.sock.shutdown(socket.SHUT_WR)
-                    self.sock.settimeout(5)
-                    while self.sock.recv(1 << 16):
-                        pass
+                self.end_ranks()
             self.show_output()
         finally:
             self.selector.close()
@@ -311,3 +272,13 @@ class Job:
                     stream.close()
             shutil.rmtree(self.folder, ignore_errors=True)
             self.channels, self.streams = [], []
+
+    def end_ranks(self):
+        with self.sock, contextlib.suppress(ConnectionError):
+            self.sock.shutdown(socket.SHUT_WR)
+            self.sock.settimeout(5)
+            try:
+                while self.sock.recv(1 << 16):
+                    pass
+            except TimeoutError:
+                warnings.warn("ranks were killed but are not gone after 5 s", stacklevel=4)

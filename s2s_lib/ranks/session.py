@@ -20,7 +20,7 @@ import time
 from IPython.display import display
 
 from s2s_lib.ranks import cells
-from s2s_lib.ranks.failure import RankError, failure_of, render
+from s2s_lib.ranks.failure import RankError, failure_of, names, render
 from s2s_lib.ranks.job import Job
 
 # After the first failure: how long the other ranks may go on, to finish or to fail themselves.
@@ -34,7 +34,6 @@ class Session(Job):
     """Starts ranks and waits until all are connected. `alive` until they are closed or lost."""
 
     def __init__(self, ranks: int, settings: dict):
-        self.live = 0
         self.headed = {}
         self.bundles = {}
         self.reconnections = 0
@@ -124,7 +123,7 @@ class Session(Job):
             # What a rank wrote before it died is shown as its output.
             self.end(error.rank, error.summary, error.details if self.server_gone else "")
         if running and time.monotonic() > stop_at + TO_STOP:
-            stuck = f"{name(running)} of {self.size} did not stop within {TO_STOP:g} s"
+            stuck = f"{names(running)} of {self.size} did not stop within {TO_STOP:g} s"
             self.end(running[0], stuck)
 
     def end(self, rank, summary, details=""):
@@ -132,13 +131,6 @@ class Session(Job):
         raise RankError(rank, f"{summary}; {ENDED}", details)
 
     # Showing
-
-    def read_stream(self, reader, rank):
-        stream = next(s for s in self.streams[rank] if s.reader == reader)
-        if not stream.drain():
-            self.selector.unregister(reader)
-        if rank == self.live:
-            self.show_stream(rank, stream)
 
     def show_output(self):
         """Show, rank by rank, what each has printed and the value of its cell."""
@@ -167,7 +159,7 @@ class Session(Job):
 
     def tell_stopped(self):
         for rank, failure in sorted(self.failures.items()):
-            print(f"{name([rank])}: {account(failure)}", file=sys.stderr)
+            print(f"{names([rank])}: {account(failure)}", file=sys.stderr)
 
     def error(self) -> RankError:
         """What failed first, with an account of every rank that failed; equal ones together."""
@@ -179,7 +171,7 @@ class Session(Job):
         ranks_by_text = {}
         for rank, failure in self.failures.items():
             ranks_by_text.setdefault(account(failure), []).append(rank)
-        details = "\n\n".join(f"{name(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+        details = "\n\n".join(f"{names(ranks)}: {text}" for text, ranks in ranks_by_text.items())
         return RankError(error.rank, error.summary, details)
 
     def find_out_where(self):
@@ -200,10 +192,6 @@ def account(failure) -> str:
         for what, group, since in failure["where"]
     ]
     return "\n".join(places)
-
-
-def name(ranks) -> str:
-    return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
 
 
 def show_value(bundle):
