@@ -14,6 +14,7 @@ import torch
 
 from s2s_lib import (
     Cluster,
+    Link,
     RankError,
     all_gather,
     all_reduce,
@@ -269,6 +270,12 @@ def groups_of_eight(world):
 
 def test_groups_without_rank_0_unsorted_disjoint_at_once_and_overlapping_in_turn():
     launch(groups_of_eight, ranks=8, timeout=10)
+
+
+@pytest.mark.parametrize("size, nodes", [(4, 2), (6, 3)])
+def test_emulated_links_change_no_value(size, nodes):
+    fast = {"intra": Link(gbit_s=10_000), "inter": Link(gbit_s=1000, latency_us=1)}
+    launch(check_group, ranks=size, cluster=Cluster(nodes, size // nodes, **fast))
 
 
 def test_a_rank_needs_to_make_only_the_group_that_it_is_in():
