@@ -31,6 +31,9 @@ def preload():
     """Import, in the fork server, everything that a rank needs."""
     import cloudpickle  # noqa: F401
     import numpy  # noqa: F401
+
+    # The first optimizer or checkpoint of a process imports it: seconds, in every rank.
+    import torch._dynamo  # noqa: F401
     import torch.distributed  # noqa: F401
 
     from s2s_lib.ranks import messages  # noqa: F401
