@@ -402,7 +402,8 @@ def test_auto_minds_the_slower_of_the_links_that_a_group_crosses():
 
     far = Link(gbit_s=1, latency_us=20_000)
     for cluster in (Cluster(2, 2, intra=far), Cluster(2, 2, intra=far, inter=Link(100))):
-        assert launch(work, ranks=4, cluster=cluster) == ["direct"] * 4
+        # Both take two slow steps, a tree takes four.
+        assert set(launch(work, ranks=4, cluster=cluster)) <= {"direct", "hierarchical"}
 
 
 def test_choosing_for_an_unknown_collective_is_refused():

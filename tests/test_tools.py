@@ -152,14 +152,16 @@ def test_a_lesson_that_raises_is_named_by_its_cell_and_left_as_it_was(tmp_path, 
 def test_what_is_stored_is_the_same_after_every_run_and_names_no_folder(tmp_path):
     raises = new_code_cell("import json\njson.loads('{')", metadata={"tags": ["raises-exception"]})
     widget = new_code_cell("from ipywidgets import IntSlider\nIntSlider(3)")
-    noisy = new_code_cell("1", metadata={"execution": {"iopub.execute_input": "now"}})
+    noisy = new_code_cell("for i in range(3):\n    print(i, flush=True)")
+    noisy.metadata["execution"] = {"iopub.execute_input": "now"}
     path = tmp_path / "00_x.ipynb"
     nbformat.write(new_notebook(cells=[noisy, raises, widget]), path)
     assert lessons.refresh(path)
     first = path.read_text()
     assert lessons.refresh(path) and path.read_text() == first
     assert 'execution":' not in first and "json/decoder.py" in first
-    assert lessons.sys.base_prefix not in first and "model_id" not in first
+    assert lessons.sys.base_prefix not in first and "~/" not in first
+    assert "model_id" not in first and first.count('"output_type": "stream"') == 1
 
 
 def test_a_lesson_that_does_not_exist_is_answered_with_those_that_do(tmp_path):

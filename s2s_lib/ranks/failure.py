@@ -10,17 +10,18 @@ class RankError(RuntimeError):
 
     `rank` is the rank whose failure came first, or None if no single one is to blame; `summary`
     is one line without paths or times; `str(error)` adds that rank's traceback, or the table of
-    waits.
+    waits, whose rows are also in `waits` as (rank, what it waits for, group).
     """
 
-    def __init__(self, rank, summary, details=""):
+    def __init__(self, rank, summary, details="", waits=()):
         super().__init__(summary + ("\n\n" + details if details else ""))
         self.rank = rank
         self.summary = summary
         self.details = details
+        self.waits = list(waits)
 
     def __reduce__(self):
-        return RankError, (self.rank, self.summary, self.details)
+        return RankError, (self.rank, self.summary, self.details, self.waits)
 
 
 def failure_of(job) -> RankError:
@@ -97,10 +98,10 @@ def render(link):
 
 def waited(job, first):
     now = time.monotonic()
+    waits = [(rank, *wait) for rank in range(job.size) for wait in doing(job, rank)]
     rows = [("rank", "waits for", "group", "since")]
-    for rank in range(job.size):
-        for what, group, since in doing(job, rank):
-            rows.append((str(rank), what, group, f"{now - since:.1f} s" if since else ""))
+    for rank, what, group, since in waits:
+        rows.append((str(rank), what, group, f"{now - since:.1f} s" if since else ""))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     table = "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -108,7 +109,8 @@ def waited(job, first):
     )
     summary = f"ranks waited for each other longer than {job.timeout:g} s"
     trace = render(job.failures[first]["chain"][0])
-    return RankError(None, summary, f"{table}\n\nRank {first} gave up first.\n{trace}")
+    details = f"{table}\n\nRank {first} gave up first.\n{trace}"
+    return RankError(None, summary, details, [wait[:3] for wait in waits])
 
 
 def doing(job, rank):
