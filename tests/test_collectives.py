@@ -8,6 +8,7 @@ other values and say which.
 
 import functools
 import itertools
+import time
 
 import pytest
 import torch
@@ -558,8 +559,6 @@ def test_large_tensors_go_round_the_ring_in_blocks():
 
 def test_nobody_passes_a_barrier_before_the_last_has_come():
     def work(world):
-        import time
-
         time.sleep(0.1 * world.rank)
         came = time.monotonic()
         barrier(world)

@@ -10,6 +10,7 @@ import torch
 
 from s2s_lib import (
     Cluster,
+    Group,
     RankError,
     all_gather,
     all_reduce,
@@ -254,8 +255,6 @@ def test_gradients_where_none_is_defined():
 
 
 def test_outside_of_a_launch_there_are_no_ranks():
-    from s2s_lib import Group
-
     for call in (all_reduce, broadcast, all_gather):
         with pytest.raises(RuntimeError, match="inside a function given to launch"):
             call(torch.ones(3), Group((0,), 0))
