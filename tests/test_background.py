@@ -193,6 +193,16 @@ def test_an_error_is_raised_by_wait_and_the_lane_goes_on():
     assert launch(work, ranks=2) == [[2.0, 2.0]] * 2
 
 
+def test_an_error_that_nobody_waits_for_ends_the_launch():
+    def work(world):
+        task = background(all_reduce, torch.ones(2), world, op="median")
+        while not task.done():
+            time.sleep(0.01)
+
+    with pytest.raises(RankError, match="no reduction 'median'"):
+        launch(work, ranks=2)
+
+
 def test_what_nobody_joins_times_out_and_the_table_names_it():
     def work(world):
         if world.rank == 0:

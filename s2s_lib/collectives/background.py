@@ -1,9 +1,10 @@
 """Communication beside computation: run a collective on a second thread.
 
 `background(all_reduce, x, group)` returns at once; `.wait()` on what it returns gives the result
-or raises what the collective raised. Everything given to one lane runs in the order given, so
-ranks that give the same things in the same order cannot wait for each other in a circle; lanes
-are independent of each other. Messages of a lane match only those of the same lane elsewhere.
+or raises what the collective raised. (An error that nobody waits for is raised when the rank's
+function returns, if it has happened by then.) Everything given to one lane runs in the order given, so ranks that give the same things in the
+same order cannot wait for each other in a circle; lanes are independent of each other. Messages of
+a lane match only those of the same lane elsewhere.
 """
 
 import queue
@@ -44,6 +45,7 @@ class Background:
             self.result = fn(*args, **kwargs)
         except BaseException as error:
             self.error = error
+            connection.current().unheard.append(error)
         self.call = None
         self.finished.set()
 
@@ -58,6 +60,9 @@ class Background:
         for log in connection.current().logs:
             log.wait("background", 0, began, time.monotonic())
         if self.error is not None:
+            unheard = connection.current().unheard
+            if self.error in unheard:
+                unheard.remove(self.error)
             raise self.error
         return self.result
 

@@ -51,6 +51,8 @@ class Wire:
         self.blocked = {}
         # Transfers of isend and irecv that nobody has waited for yet (messages.py).
         self.pending = set()
+        # What background tasks raised, until somebody waits for them.
+        self.unheard = []
 
     def admit(self, group):
         """ValueError unless the group's ranks exist and this process is where it says it is."""

@@ -73,7 +73,10 @@ def _message(direction, tensor, place, group, shown):
 
 
 def finish():
-    """Wait for what `isend` and `irecv` started and nobody waited for."""
-    pending = connection.current().pending
-    while pending:
-        pending.pop().wait()
+    """Wait for what `isend` and `irecv` started and nobody waited for; raise what went wrong in a
+    background task that nobody waited for."""
+    here = connection.current()
+    while here.pending:
+        here.pending.pop().wait()
+    if here.unheard:
+        raise here.unheard[0]

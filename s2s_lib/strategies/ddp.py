@@ -176,7 +176,17 @@ class DDP(nn.Module):
         if not self.syncing:
             return
         self.begin_backward()
-        if parameter.grad.requires_grad:
+        self.check_gradient(bucket, i)
+        bucket.take(i)
+        bucket.arrived[i] += 1
+        if bucket.complete:
+            mark(f"bucket {self.buckets.index(bucket)} ready")
+            if self.overlap:
+                self.send_complete()
+
+    @staticmethod
+    def check_gradient(bucket, i):
+        if bucket.parameters[i].grad.requires_grad:
             raise RuntimeError(
                 "backward(create_graph=True) would differentiate through the averaging, which is "
                 "not recorded: take the inner gradient with torch.autograd.grad instead"
@@ -186,12 +196,6 @@ class DDP(nn.Module):
                 f"the gradient of {bucket.names[i]} arrived more often than in any backward before,"
                 " when its bucket had been sent: build DDP with overlap=False"
             )
-        bucket.take(i)
-        bucket.arrived[i] += 1
-        if bucket.complete:
-            mark(f"bucket {self.buckets.index(bucket)} ready")
-            if self.overlap:
-                self.send_complete()
 
     def send_complete(self):
         """Send complete buckets; always in order, so that all ranks send them in the same."""
