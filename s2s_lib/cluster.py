@@ -20,7 +20,7 @@ Units: Gbit/s is 1e9 bits a second and GB 1e9 bytes, so 100GbE moves 12.5 GB/s e
 import difflib
 import math
 from dataclasses import dataclass, field, replace
-from numbers import Real
+from numbers import Integral, Real
 
 
 def _is_number(value):
@@ -125,7 +125,7 @@ class Cluster:
 
     def node(self, rank: int) -> int:
         """The node that a world rank lives on: rank // gpus_per_node."""
-        if not 0 <= rank < self.size:
+        if not isinstance(rank, Integral) or not 0 <= rank < self.size:
             raise ValueError(
                 f"rank {rank} is not in this cluster of {self.size} ranks ({self.nodes} nodes x "
                 f"{self.gpus_per_node}): ranks go from 0 to {self.size - 1}"

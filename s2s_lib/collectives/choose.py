@@ -11,7 +11,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from s2s_lib.ranks.connection import current
-from s2s_lib.ranks.group import Group
+from s2s_lib.ranks.group import Group, check_group
 
 # About what a message costs the processors of a laptop, whatever its size: sending, waking the
 # receiver, and Python on both sides.
@@ -45,6 +45,8 @@ def cost(collective: str, algorithm: str, nbytes: int, size: int) -> Cost:
     Also of the parts that others are made of, such as a gather by tree. ValueError where there is
     no such algorithm, or no formula (hierarchical, torch).
     """
+    if size < 1 or nbytes < 0:
+        raise ValueError(f"a cost is of 0 or more bytes on 1 or more ranks; got {nbytes}, {size}")
     one_way = _TRANSPOSE.get(collective, collective)
     if one_way == "all_reduce" and algorithm in ("naive", "tree"):
         there = back = cost("broadcast", algorithm, nbytes, size)
@@ -89,6 +91,7 @@ def choose(collective: str, nbytes: int, group: Group, narrow: bool = False) -> 
 
     `narrow` is for sums of 16-bit floats, which only `direct` keeps at 16 bits on the wire.
     """
+    check_group(group)
     if collective in ("gather", "scatter"):
         return "naive"
     if collective == "all_to_all":

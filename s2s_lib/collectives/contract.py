@@ -4,6 +4,8 @@ Any shape, strides and dtype; the argument is never changed; the result is `out`
 and what cannot work is refused before a byte moves, with the numbers and the way out.
 """
 
+from numbers import Integral
+
 import torch
 
 from s2s_lib.collectives.pieces import cuts_of
@@ -19,6 +21,8 @@ class Result:
 
     def __init__(self, out, shape, like, other_shape=None):
         self.out, self.dense = out, True
+        if not isinstance(out, (torch.Tensor, type(None))):
+            raise TypeError(f"out is a tensor to write the result into, got {out!r}")
         if out is None:
             self.out = torch.empty(shape, dtype=like.dtype, device=like.device)
         elif (
@@ -87,7 +91,7 @@ def check_sizes(sizes, group):
     if (
         not isinstance(sizes, (list, tuple))
         or len(sizes) != group.size
-        or any(not isinstance(size, int) or size < 0 for size in sizes)
+        or any(isinstance(n, bool) or not isinstance(n, Integral) or n < 0 for n in sizes)
     ):
         raise ValueError(
             f"sizes are {group.size} numbers of rows, one for each rank; got {sizes!r}"

@@ -164,7 +164,7 @@ def reduce_scatter(tensor, group: Group, op="sum", algorithm="auto", out=None, s
     detail = (op, name) if sizes is None else (op, name, tuple(rows))
     with Operation("reduce_scatter", group, tensor.shape, tensor.dtype, detail) as operation:
         if reduction.widens and name != "direct":
-            total = torch.empty(result.flat.numel(), dtype=reduction.dtype)
+            total = result.flat.new_empty(result.flat.numel(), dtype=reduction.dtype)
             run(operation, x.to(reduction.dtype), total, cuts, reduction)
             result.flat.copy_(total)
         else:
@@ -233,7 +233,7 @@ def scatter(tensor, group: Group, root: int = 0, sizes=None):
         rows = rows_for(tensor, group, sizes)
     with Operation("scatter", group, detail=(root,)) as operation:
         shape, dtype = tell_shapes(operation, tensor, rows, root)
-        result = torch.empty(shape, dtype=dtype)
+        result = torch.empty(shape, dtype=dtype, device="cpu")
         whole = cuts = None
         if group.rank == root:
             whole, cuts = flat(tensor), flat_cuts(rows, tensor)
@@ -243,7 +243,7 @@ def scatter(tensor, group: Group, root: int = 0, sizes=None):
 
 def tell_shapes(operation, tensor, rows, root):
     """The root tells every rank the shape and dtype of its part."""
-    header = torch.zeros(10, dtype=torch.int64)
+    header = torch.zeros(10, dtype=torch.int64, device="cpu")
     if operation.group.rank != root:
         code, dims, *shape = operation.receive(header, root).wait().tolist()
         return tuple(shape[:dims]), DTYPES[code]
@@ -255,7 +255,7 @@ def tell_shapes(operation, tensor, rows, root):
         if rank == root:
             mine = shape
         else:
-            operation.send(torch.tensor(told + [0] * (10 - len(told))), rank)
+            operation.send(torch.tensor(told + [0] * (10 - len(told)), device="cpu"), rank)
     return mine, tensor.dtype
 
 
@@ -268,7 +268,7 @@ def all_to_all(tensor, group: Group, sizes=None):
     check(tensor, group)
     rows = coming = rows_for(tensor, group, sizes)
     if sizes is not None:
-        coming = all_to_all(torch.tensor(rows), group).tolist()
+        coming = all_to_all(torch.tensor(rows, device="cpu"), group).tolist()
     if wants_gradient(tensor, None):
         return linear(
             tensor,
@@ -297,7 +297,7 @@ def exchange_parts(tensor, group, rows, coming, even):
 def barrier(group: Group):
     """Return when every rank of the group has come here (2(W-1) messages of one byte)."""
     check_group(group)
-    token = torch.zeros(1, dtype=torch.uint8)
+    token = torch.zeros(1, dtype=torch.uint8, device="cpu")
     with Operation("barrier", group) as operation:
         tree.all_reduce(operation, token, token, Reduction("max", token.dtype, group.size))
 
@@ -308,7 +308,7 @@ def gathered_rows(tensor, group, sizes):
     if sizes is None:
         return [mine] * group.size
     if isinstance(sizes, str) and sizes == "exchange":
-        return all_gather(torch.tensor([mine]), group).tolist()
+        return all_gather(torch.tensor([mine], device="cpu"), group).tolist()
     check_sizes(sizes, group)
     if sizes[group.rank] != mine:
         raise ValueError(
@@ -323,6 +323,6 @@ def pick(collective, algorithm, tensor, group, reduction=None):
     if algorithm == "auto":
         narrow = reduction is not None and reduction.widens
         algorithm = choose(collective, tensor.nbytes, group, narrow)
-    if algorithm not in table:
+    if not isinstance(algorithm, str) or algorithm not in table:
         raise ValueError(f"{collective} has no algorithm {algorithm!r}: one of {', '.join(table)}")
     return table[algorithm], algorithm

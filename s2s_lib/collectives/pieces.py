@@ -38,7 +38,9 @@ def scratch(slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     buffer = pool.get(key)
     if buffer is None or buffer.numel() < numel:
         others = sum(kept.nbytes for kept in pool.values()) - (buffer.nbytes if key in pool else 0)
-        buffer = torch.empty(numel, dtype=dtype)
+        # Made under inference_mode, it could not be written outside of it.
+        with torch.inference_mode(False):
+            buffer = torch.empty(numel, dtype=dtype, device="cpu")
         if others + buffer.nbytes > MOST_KEPT:
             return buffer
         pool[key] = buffer

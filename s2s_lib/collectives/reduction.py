@@ -1,5 +1,7 @@
 """What "reduce" means: the operation, the dtype it is done in, and which dtypes allow it."""
 
+import functools
+
 import torch
 
 OPS = {
@@ -18,6 +20,16 @@ def widened(function):
     return combine
 
 
+@functools.lru_cache
+def works(op, dtype) -> bool:
+    number = torch.zeros(1, dtype=dtype, device="cpu")
+    try:
+        OPS[op](number, number, out=number)
+        return op != "avg" or number.div_(1) is number
+    except RuntimeError:
+        return False
+
+
 class Reduction:
     """`combine` takes two tensors into a third; `finish` divides for avg, in place.
 
@@ -27,7 +39,7 @@ class Reduction:
     """
 
     def __init__(self, op: str, dtype: torch.dtype, size: int):
-        if op not in OPS:
+        if not isinstance(op, str) or op not in OPS:
             raise ValueError(f"no reduction {op!r}: choose one of {', '.join(OPS)}")
         self.op = op
         self.size = size
@@ -37,6 +49,10 @@ class Reduction:
         tiny = narrow and dtype.itemsize == 1
         self.dtype = torch.float32 if narrow and (tiny or op not in ("max", "min")) else dtype
         self.widens = self.dtype != dtype
+        if not works(op, self.dtype):
+            raise TypeError(
+                f"torch cannot take the {op} of {dtype}: convert to another dtype first"
+            )
         self.function = widened(OPS[op]) if tiny else OPS[op]
 
     @staticmethod

@@ -35,6 +35,8 @@ def text(source: str | os.PathLike | None = None) -> torch.Tensor:
     or None: the top-level modules of the standard library. What is missing, unreadable or without
     text raises ValueError with the path.
     """
+    if source == "":
+        raise ValueError("text('') names no file or folder; for the current folder give '.'")
     path = Path(sysconfig.get_path("stdlib") if source is None else source)
     if os.path.isfile(path):
         contents = [_read(path)]

@@ -62,8 +62,9 @@ def bill():
     """Count what this rank sends inside the `with`; yields a `Bill`, which can be returned."""
     here = connection.current()
     log = Bill(here.rank, here.cluster)
-    here.logs.append(log)
+    # A new list: other threads may be walking through the present one.
+    here.logs = [*here.logs, log]
     try:
         yield log
     finally:
-        here.logs.remove(log)
+        here.logs = [other for other in here.logs if other is not log]

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from s2s_lib.ranks import connection
 
+KINDS = ("compute", "communication", "waiting")
+
 
 class Span(NamedTuple):
     """`kind` from `start` to `end` (seconds), on thread `track` (0 is the main thread)."""
@@ -83,6 +85,8 @@ class Timeline(connection.Log):
 
     def seconds(self, kind: str, track: int = 0) -> float:
         """How long a thread spent in "compute", "communication" or "waiting"."""
+        if kind not in KINDS:
+            raise ValueError(f"a timeline has {', '.join(KINDS)}; got {kind!r}")
         return sum(span.seconds for span in self.spans(track) if span.kind == kind)
 
 
@@ -150,9 +154,10 @@ def timeline():
     """Record what this rank does inside the `with`; yields a `Timeline`, which can be returned."""
     here = connection.current()
     log = Timeline(here.rank)
-    here.logs.append(log)
+    # A new list: other threads may be walking through the present one.
+    here.logs = [*here.logs, log]
     try:
         yield log
     finally:
-        here.logs.remove(log)
+        here.logs = [other for other in here.logs if other is not log]
         log.end = time.monotonic()

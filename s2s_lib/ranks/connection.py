@@ -85,7 +85,8 @@ def connect(rank, size, store=None, timeout=60.0, cluster=None, check=False) -> 
     """
     global _wire
     _prefer_batch_scheduling()
-    wait = datetime.timedelta(seconds=timeout)
+    # Meeting the others takes its time, however short a message may take.
+    wait, meet = (datetime.timedelta(seconds=s) for s in (timeout, max(timeout, 30)))
     if store is not None:
         # gloo would otherwise look up the host's name and listen wherever that points.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
@@ -94,10 +95,9 @@ def connect(rank, size, store=None, timeout=60.0, cluster=None, check=False) -> 
             store=dist.FileStore(store, size),
             rank=rank,
             world_size=size,
-            timeout=wait,
+            timeout=meet,
         )
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    # A process group that was there already may have been made with another.
     backend._set_default_timeout(wait)
     _wire = Wire(backend, rank, size, timeout, cluster, check)
     return Group(tuple(range(size)), rank)
@@ -123,6 +123,8 @@ def _prefer_batch_scheduling():
 
 def current() -> Wire:
     """This process's connection; RuntimeError where there is none."""
+    if getattr(thread, "home", _wire) is not _wire:
+        raise RuntimeError("this background task belongs to a connection that is gone")
     if _wire is None:
         raise RuntimeError(
             "no ranks here: ranks communicate inside a function given to launch(fn, ranks=...)"

@@ -83,7 +83,8 @@ def names(ranks) -> str:
 def headline(job, rank):
     """Type and first line of what a rank raised; a SyntaxError shows its source lines before."""
     lines = job.failures[rank]["chain"][0][2].splitlines()
-    return next((line for line in lines if line[:1].strip()), lines[0]).rstrip(":")
+    line = next((line for line in lines if line[:1].strip()), lines[0]).rstrip(":")
+    return line if len(line) <= 500 else line[:500] + " ..."
 
 
 def render(link):

@@ -8,6 +8,7 @@ import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from numbers import Integral
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Group:
     key: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "ranks", tuple(self.ranks))
+        if not all(isinstance(rank, Integral) for rank in self.ranks):
+            raise ValueError(f"a group is a list of whole numbers, got {list(self.ranks)}")
+        object.__setattr__(self, "ranks", tuple(map(int, self.ranks)))
         object.__setattr__(self, "key", zlib.crc32(repr(self.ranks).encode()))
         if len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"a group names each rank once, got {list(self.ranks)}")
@@ -53,7 +56,7 @@ class Group:
 
     def check_member(self, place: int, role: str) -> int:
         """`place` itself if it is one of 0..size-1, else a ValueError that says which role."""
-        if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < self.size:
+        if isinstance(place, bool) or not isinstance(place, Integral) or not 0 <= place < self.size:
             raise ValueError(
                 f"{role} {place!r} is not a rank of this group of {self.size}: "
                 f"give its place in the group, 0..{self.size - 1}"

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from numbers import Integral, Real
 
 from s2s_lib.cluster import Cluster
 from s2s_lib.ranks.job import Job
@@ -47,7 +48,7 @@ def launch(fn, *args, ranks: int | None = None, cluster=None, timeout: float = 6
 
 def check_ranks(ranks):
     """ValueError unless `ranks` processes can be started."""
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+    if isinstance(ranks, bool) or not isinstance(ranks, Integral) or not 1 <= ranks <= MOST_RANKS:
         raise ValueError(
             f"ranks={ranks!r}: give a whole number from 1 to {MOST_RANKS} "
             "(each rank is a process of its own)"
@@ -63,7 +64,7 @@ def check_cluster(ranks, cluster):
 
 
 def check_timeout(timeout):
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 1e9:
+    if isinstance(timeout, bool) or not isinstance(timeout, Real) or not 0 < timeout <= 1e9:
         raise ValueError(f"timeout is a number of seconds above 0, at most 1e9; got {timeout!r}")
 
 
@@ -76,7 +77,16 @@ def settings_for(ranks, cluster, timeout, check) -> dict:
         "check": check,
         "threads": max(1, cores // ranks),
         "path": list(sys.path),
-        "folder": os.getcwd(),
+        "folder": working_folder(),
         "environ": dict(os.environ),
         "argv": list(sys.argv),
     }
+
+
+def working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise RuntimeError(
+            "the folder that this process works in no longer exists: os.chdir to one that does"
+        ) from None

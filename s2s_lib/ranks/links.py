@@ -51,10 +51,10 @@ class Links:
         with self.lock:
             departs = max(now, self.sending_free.get(kind, 0.0))
             self.sending_free[kind] = departs + nbytes / link.bytes_per_second
-        return torch.tensor([departs], dtype=torch.float64)
+        return torch.tensor([departs], dtype=torch.float64, device="cpu")
 
-    def arrive(self, peer, nbytes, header):
-        """Sleep until the message with this header has arrived."""
+    def arrive(self, peer, nbytes, header, deadline):
+        """Sleep until the message with this header has arrived; False if `deadline` is earlier."""
         link, kind = self.between(peer), self.cluster.link_class(self.rank, peer)
         with self.lock:
             first_bit = header.item() + link.latency_us / 1e6
@@ -63,9 +63,10 @@ class Links:
             self.receiving_free[kind] = arrives
         # A message that came before this rank did has waited for it.
         self.thread.now = max(arrives, getattr(self.thread, "began", arrives))
-        left = arrives - time.monotonic()
+        left = min(arrives, deadline) - time.monotonic()
         if left > 0:
             time.sleep(left)
+        return arrives <= deadline
 
 
 def _sleep_precisely():

@@ -1,5 +1,7 @@
 """One tensor from one rank to another: send and recv, and their starts, isend and irecv."""
 
+import reprlib
+
 import torch
 
 from s2s_lib.ranks import connection, wire
@@ -53,7 +55,9 @@ def check_message(tensor, place, role, group):
 def check_tensor(tensor):
     """Errors for what is no dense tensor on the device of the ranks."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"expected a tensor, got {tensor!r}; wrap it: torch.tensor(...)")
+        raise TypeError(
+            f"expected a tensor, got {reprlib.repr(tensor)}; wrap it: torch.tensor(...)"
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"cannot send a {tensor.layout} tensor; make it dense: .to_dense()")
     if not tensor.is_cpu:

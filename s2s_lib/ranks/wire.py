@@ -161,7 +161,7 @@ class Transfer:
         slowed = wire.links and wire.links.between(self.peer)
         if self.receiving:
             if slowed:
-                header = torch.empty(1, dtype=torch.float64)
+                header = torch.empty(1, dtype=torch.float64, device="cpu")
                 self.header = (header, wire.backend.recv([header], self.peer, tag | HEADER))
             return wire.backend.recv([self.tensor], self.peer, tag)
         if slowed:
@@ -177,7 +177,7 @@ class Transfer:
         """Block until the message has gone or come. Waiting again returns at once."""
         if self.work is not None:
             wire = self.operation.wire
-            began = time.monotonic() if self.logs else None
+            began = time.monotonic()
             thread = threading.get_ident()
             wire.blocked[thread] = self
             try:
@@ -189,15 +189,16 @@ class Transfer:
             except RuntimeError as error:
                 # It stays in `blocked`: until this thread waits again, that is where it is.
                 raise self.explain(error) from None
+            ended = time.monotonic()
+            if self.header is not None and self.receiving:
+                deadline = began + wire.timeout
+                if not wire.links.arrive(self.peer, self.tensor.nbytes, self.header[0], deadline):
+                    raise self.explain("timed out on an emulated link")
+                # On an emulated link it is known when the sender was ready.
+                ended = min(ended, max(began, self.header[0].item()))
             del wire.blocked[thread]
             wire.pending.discard(self)
-            ended = time.monotonic() if began is not None else None
-            if self.header is not None and self.receiving:
-                wire.links.arrive(self.peer, self.tensor.nbytes, self.header[0])
-                if began is not None:
-                    # On an emulated link it is known when the sender was ready.
-                    ended = min(ended, max(began, self.header[0].item()))
-            if began is not None:
+            if self.logs:
                 outermost = self.operation.outermost
                 for log in self.logs:
                     log.wait(outermost.shown, outermost.channel, began, ended)
@@ -209,6 +210,10 @@ class Transfer:
 
     def explain(self, error):
         what = f"{self.operation.describe()}: {self.direction} rank {self.place}"
+        if "pair closure" in str(error):
+            return ConnectionLost(
+                f"{what} failed: after a wait that timed out, all connections end"
+            )
         if "closed by peer" in str(error):
             return ConnectionLost(f"{what} failed: the other end is gone, or gave up waiting")
         if "imed out" not in str(error):
@@ -232,7 +237,7 @@ def agree(operation: Operation):
     group, text = operation.group, operation.describe()
     tag = make_tag(group.key, operation.channel, "agree", torch.uint8)
     places = [place for place in range(group.size) if place != group.rank]
-    theirs = {place: torch.empty(256, dtype=torch.uint8) for place in places}
+    theirs = {place: torch.empty(256, dtype=torch.uint8, device="cpu") for place in places}
     mine = torch.frombuffer(bytearray(_line_of_256(text)), dtype=torch.uint8)
     operation.comparing = True
     transfers = [Transfer(operation, theirs[p], p, tag, receiving=True) for p in places]

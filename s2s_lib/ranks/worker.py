@@ -266,7 +266,8 @@ def describe(error):
         text = "".join(traceback.format_exception_only(type(link), link)).rstrip()
         chain.append((relation, [f for f in frames if f[0] not in OWN_FILES], text))
         if kind == "error":
-            kind, wait = kind_of(link), getattr(link, "wait", None)
+            kind = kind_of(link)
+            wait = link.wait if kind == "timeout" else None
     return {"kind": kind, "chain": chain, "wait": wait}
 
 

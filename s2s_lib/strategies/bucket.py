@@ -63,6 +63,11 @@ class Bucket:
     def take(self, i):
         """Make slot i hold the gradient that parameter i has now."""
         grad, slot = self.parameters[i].grad, self.slots[i]
+        if grad.dtype != slot.dtype and not slot.is_complex():
+            raise RuntimeError(
+                f"{self.names[i]} has become {grad.dtype} after DDP was built with {slot.dtype}: "
+                "convert the module first, then build DDP"
+            )
         if grad.is_sparse:
             raise RuntimeError(f"{self.names[i]} has a sparse gradient; build it with sparse=False")
         if self.holds(i):
@@ -93,6 +98,9 @@ class Bucket:
             piece = self.pieces[i]
             if piece.any() or not torch.signbit(piece).all():
                 self.parameters[i].grad = self.slots[i]
+        if not any(self.arrived):
+            # This rank stood in for one without a batch, and has learned nothing.
+            return
         self.expected = [
             max(1, a, e) for a, e in zip(self.arrived, self.expected or self.arrived, strict=True)
         ]

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
+from numbers import Real
 
 import torch
 from torch import nn
@@ -68,8 +69,10 @@ class DDP(nn.Module):
 
     def __init__(self, module: nn.Module, group: Group, bucket_mb: float = 25, overlap=True):
         super().__init__()
-        if not bucket_mb > 0:
-            raise ValueError(f"bucket_mb={bucket_mb}: give MiB above 0")
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"DDP wraps a torch.nn.Module, got {module!r}")
+        if not isinstance(bucket_mb, Real) or not bucket_mb > 0:
+            raise ValueError(f"bucket_mb={bucket_mb!r}: give MiB above 0")
         self.module = module
         self.group = group
         self.overlap = overlap

@@ -18,7 +18,7 @@ def check_same(module: nn.Module, group: Group):
     named = [*module.named_parameters(), *module.named_buffers()]
     mine = "\n".join(_entry(name, tensor) for name, tensor in named).encode()
     digest = hashlib.sha256(mine).digest()[:8]
-    number = torch.tensor([int.from_bytes(digest, "big", signed=True)])
+    number = torch.tensor([int.from_bytes(digest, "big", signed=True)], device="cpu")
     if len(set(all_gather(number, group).tolist())) == 1:
         return
     first, *others = [said.decode().splitlines() for said in _exchange(mine, group)]
@@ -35,8 +35,8 @@ def _entry(name, tensor):
 
 def _exchange(mine: bytes, group) -> list[bytes]:
     """Every rank's bytes, on every rank."""
-    sizes = all_gather(torch.tensor([len(mine)]), group).tolist()
-    data = torch.empty(len(mine), dtype=torch.uint8)
+    sizes = all_gather(torch.tensor([len(mine)], device="cpu"), group).tolist()
+    data = torch.empty(len(mine), dtype=torch.uint8, device="cpu")
     data.numpy()[:] = bytearray(mine)
     parts = all_gather(data, group, sizes=sizes).split(sizes)
     return [part.numpy().tobytes() for part in parts]
