@@ -7,6 +7,7 @@ below pass; one that took a stub for an answer, or a failure for a stub, would p
 import pytest
 import torch
 
+from s2s_lib import barrier
 from s2s_lib.course import check
 from s2s_lib.ranks.messages import irecv, isend, recv, send
 
@@ -154,3 +155,11 @@ def test_a_notebook_shows_the_sentence_without_a_traceback():
     finally:
         interactive.clear_instance()
     assert shown == ["Wrong: messages that each rank sends: got 1, expected 14"]
+
+
+def test_an_answer_without_its_return_is_told_so():
+    def forgetful(tensor, world):
+        barrier(world)
+
+    with pytest.raises(check.Wrong, match="is a return missing"):
+        check.reduce_scatter(forgetful)

@@ -28,7 +28,7 @@ class Clock(types.SimpleNamespace):
         return self.now
 
     def sleep(self, seconds):
-        self.now += seconds
+        self.now += max(seconds, 1e-7)
 
     @property
     def elapsed(self):

@@ -15,7 +15,7 @@ def step(world, overlap):
     """The second of two steps: in the first, DDP still learns when gradients arrive."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(8)]
-    model = DDP(nn.Sequential(*layers), world, bucket_mb=2, overlap=overlap)
+    model = DDP(nn.Sequential(*layers), world, bucket_mb=4, overlap=overlap)
     x = torch.randn(512, 512)
     model(x).sum().backward()
     barrier(world)
@@ -28,11 +28,12 @@ def step(world, overlap):
 
 
 def main():
-    cluster = Cluster(nodes=2, gpus_per_node=1, inter=Link(gbit_s=1, latency_us=50))
+    cluster = Cluster(nodes=2, gpus_per_node=1, inter=Link(gbit_s=0.5, latency_us=50))
     rows = []
-    for name, overlap in (("apart", False), ("overlapped", True)):
+    for name, overlap in (("after backward", False), ("beside it", True)):
         lines = Timelines(launch(step, overlap, ranks=2, cluster=cluster))
-        rows += [(f"{name}, {label}", spans) for label, spans in lines.rows()]
+        labelled = [(label.replace("background 0", "2nd thread"), s) for label, s in lines.rows()]
+        rows += [(f"{name}, {label}", spans) for label, spans in labelled]
     longest = max(end for _, spans in rows for _, end, _, _ in spans)
     rows = [
         (

@@ -64,10 +64,13 @@ def run(yours, inputs) -> list[Ran] | None:
         if not raised.endswith(" raised ") or message.startswith(":"):
             raise Wrong(f"on {len(inputs)} ranks: {error}") from None
         ran = []
-    if all(one.result is None for one in ran):
-        print(NOT_ATTEMPTED)
-        return None
-    return ran
+    if any(one.result is not None for one in ran):
+        return ran
+    if any(one.messages for one in ran):
+        where = f"on {len(inputs)} ranks"
+        raise Wrong(f"{where}: it sends messages but returns None; is a return missing?")
+    print(NOT_ATTEMPTED)
+    return None
 
 
 def _run_on_rank(world, yours, inputs):

@@ -51,7 +51,7 @@ def check_ranks(ranks):
     if isinstance(ranks, bool) or not isinstance(ranks, Integral) or not 1 <= ranks <= MOST_RANKS:
         raise ValueError(
             f"ranks={ranks!r}: give a whole number from 1 to {MOST_RANKS} "
-            "(each rank is a process of its own)"
+            "(each rank is a process of its own), by name: launch(fn, ranks=4)"
         )
 
 

@@ -9,18 +9,23 @@ first bit arrives one latency later, and its last bit when the receiving port ha
 
 The sender writes `departs` into a small header (the ranks of one machine share a clock) and goes
 on at once; the receiver takes the true bytes and then sleeps until `arrives`. Inside one
-operation, "now" for a rank that has just received is the moment the message should have arrived,
-not the slightly later moment at which it woke up: so lateness does not add up over the steps of a
-ring, and the additions between two steps count as free. Messages pass the receiving port in the
+operation "now" is when it began, or when the last message should have arrived: not the slightly
+later moment at which a rank woke up and got to its next line. So lateness does not add up over the
+steps of a ring, and the additions between two steps count as free. Messages pass the receiving port in the
 order in which the rank waits for them.
 """
 
 import ctypes
+import math
 import sys
 import threading
 import time
 
 import torch
+
+
+# How long before a moment to stop sleeping, in seconds.
+WAKE_UP = 0.0004
 
 
 class Links:
@@ -41,8 +46,7 @@ class Links:
 
     def begin(self):
         """A new operation starts: "now" is the clock again."""
-        self.thread.began = time.monotonic()
-        self.thread.now = None
+        self.thread.began = self.thread.now = time.monotonic()
 
     def depart(self, peer, nbytes) -> torch.Tensor:
         """Queue a message on the sending port; returns its header."""
@@ -53,7 +57,7 @@ class Links:
             self.sending_free[kind] = departs + nbytes / link.bytes_per_second
         return torch.tensor([departs], dtype=torch.float64, device="cpu")
 
-    def arrive(self, peer, nbytes, header, deadline):
+    def arrive(self, peer, nbytes, header, deadline=math.inf):
         """Sleep until the message with this header has arrived; False if `deadline` is earlier."""
         link, kind = self.between(peer), self.cluster.link_class(self.rank, peer)
         with self.lock:
@@ -63,10 +67,21 @@ class Links:
             self.receiving_free[kind] = arrives
         # A message that came before this rank did has waited for it.
         self.thread.now = max(arrives, getattr(self.thread, "began", arrives))
-        left = min(arrives, deadline) - time.monotonic()
-        if left > 0:
-            time.sleep(left)
+        sleep_until(min(arrives, deadline))
         return arrives <= deadline
+
+
+def sleep_until(moment):
+    """Sleep until just before a moment of `time.monotonic`, then give way to others until it.
+
+    A processor that idles takes long to wake up: a fraction of a millisecond, which is most of
+    what a small message takes on a fast link.
+    """
+    left = moment - time.monotonic() - WAKE_UP
+    if left > 0:
+        time.sleep(left)
+    while time.monotonic() < moment:
+        time.sleep(0)
 
 
 def _sleep_precisely():

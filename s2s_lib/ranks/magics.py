@@ -91,9 +91,10 @@ class RankMagics(Magics):
         name = f"<cell {self.cells} of the ranks>"
         # Line 1 is the magic's own, so that line numbers are those of the notebook.
         source = "\n" + cell
-        # An error that all ranks would make is better told here, once.
-        compile(source, name, "exec", dont_inherit=True)
+        cells.remember(name, source)
         with plain_traceback():
+            # An error that all ranks would make is better told here, once.
+            compile(source, name, "exec", dont_inherit=True)
             self.session.run(name, source, ranks)
 
     @magic_arguments()

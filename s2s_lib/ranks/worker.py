@@ -144,7 +144,7 @@ class Worker:
         except BaseException as error:
             self.state = "failed"
             flush_streams()
-            failure = describe(error)
+            failure = described(error)
             if self.stopped_at:
                 failure |= {"kind": "stopped", "where": self.stopped_at}
             self.tell("error", failure)
@@ -252,6 +252,17 @@ def flush_streams():
         with contextlib.suppress(Exception):
             stream.flush()
     ctypes.CDLL(None).fflush(None)
+
+
+def described(error):
+    """`describe(error)`, or if the exception itself is broken, at least its type."""
+    try:
+        failure = describe(error)
+        pickle.dumps(failure)
+        return failure
+    except Exception as broken:
+        text = f"{type(error).__name__}, which cannot be described ({type(broken).__name__})"
+        return {"kind": "error", "chain": [("", [], text)], "wait": None}
 
 
 def describe(error):
