@@ -11,8 +11,8 @@ The sender writes `departs` into a small header (the ranks of one machine share 
 on at once; the receiver takes the true bytes and then sleeps until `arrives`. Inside one
 operation "now" is when it began, or when the last message should have arrived: not the slightly
 later moment at which a rank woke up and got to its next line. So lateness does not add up over the
-steps of a ring, and the additions between two steps count as free. Messages pass the receiving port in the
-order in which the rank waits for them.
+steps of a ring, and the additions between two steps count as free. Messages pass the receiving
+port in the order in which the rank waits for them.
 """
 
 import ctypes
@@ -22,7 +22,6 @@ import threading
 import time
 
 import torch
-
 
 # How long before a moment to stop sleeping, in seconds.
 WAKE_UP = 0.0004
