@@ -25,17 +25,18 @@ from s2s_lib import (
 MIB = 2**20
 
 
-def one_way(world, numel, repeats):
+def one_way(world, numel, latency, repeats):
     """Median seconds from before the send to after the receive, on the clock both share."""
     tensor, times = torch.ones(numel), []
     for _ in range(repeats):
         barrier(world)
-        time.sleep(0.002)
         if world.rank == 0:
-            start = torch.tensor([time.monotonic()], dtype=torch.float64)
+            # The receiver leaves the barrier one latency later, and is to be there first.
+            time.sleep(latency + 0.005)
+            start = time.monotonic()
             send(tensor, 1, world)
             barrier(world)
-            send(start, 1, world)
+            send(torch.tensor([start], dtype=torch.float64), 1, world)
         else:
             recv(tensor, 0, world)
             end = time.monotonic()
@@ -51,7 +52,7 @@ def messages():
         for nbytes in (1024, MIB, 4 * MIB):
             if link.seconds(nbytes) > 1:
                 continue
-            took = launch(one_way, nbytes // 4, 15, ranks=2, cluster=cluster)[1]
+            took = launch(one_way, nbytes // 4, link.seconds(0), 15, ranks=2, cluster=cluster)[1]
             what = f"{human(nbytes)} at {link.gbit_s:g} Gbit/s and {link.latency_us:g} us"
             result(
                 f"{what}: ms above the formula", (took - link.seconds(nbytes)) * 1e3, at_most=0.25
