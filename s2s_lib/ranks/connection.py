@@ -38,6 +38,7 @@ class Wire:
         self.backend = backend
         self.rank = rank
         self.timeout = timeout
+        self.patience = datetime.timedelta(seconds=timeout)
         self.cluster = cluster
         self.links = Links(rank, cluster) if cluster else None
         self.check = check
@@ -85,8 +86,6 @@ def connect(rank, size, store=None, timeout=60.0, cluster=None, check=False) -> 
     """
     global _wire
     _prefer_batch_scheduling()
-    # Meeting the others takes its time, however short a message may take.
-    wait, meet = (datetime.timedelta(seconds=s) for s in (timeout, max(timeout, 30)))
     if store is not None:
         # gloo would otherwise look up the host's name and listen wherever that points.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
@@ -95,10 +94,10 @@ def connect(rank, size, store=None, timeout=60.0, cluster=None, check=False) -> 
             store=dist.FileStore(store, size),
             rank=rank,
             world_size=size,
-            timeout=meet,
+            # Meeting the others takes its time, however short a message may take.
+            timeout=datetime.timedelta(seconds=max(timeout, 30)),
         )
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    backend._set_default_timeout(wait)
     _wire = Wire(backend, rank, size, timeout, cluster, check)
     return Group(tuple(range(size)), rank)
 

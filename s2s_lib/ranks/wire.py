@@ -183,9 +183,9 @@ class Transfer:
             try:
                 # A second wait on a gloo send blocks for ever, so each is forgotten first.
                 work, self.work = self.work, None
-                work.wait()
+                work.wait(wire.patience)
                 if self.header is not None:
-                    self.header[1].wait()
+                    self.header[1].wait(wire.patience)
             except RuntimeError as error:
                 # It stays in `blocked`: until this thread waits again, that is where it is.
                 raise self.explain(error) from None
@@ -212,7 +212,7 @@ class Transfer:
         what = f"{self.operation.describe()}: {self.direction} rank {self.place}"
         if "pair closure" in str(error):
             return ConnectionLost(
-                f"{what} failed: after a wait that timed out, all connections end"
+                f"{what} failed: at the timeout of an earlier wait all connections ended"
             )
         if "closed by peer" in str(error):
             return ConnectionLost(f"{what} failed: the other end is gone, or gave up waiting")
