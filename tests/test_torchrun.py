@@ -50,7 +50,7 @@ attempt("cluster", lambda: launch(work, ranks=2, cluster=Cluster(1, 4)))
 attempt("not a function", lambda: launch("work", ranks=2))
 seen["pid"] = os.getpid()
 seen["children"] = len(psutil.Process().children())
-print("printed by", seen["rank"])
+os.write(1, b"printed by %d\\n" % seen["rank"])  # Whole lines: both write to one pipe.
 with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     json.dump(seen, file)
 """
