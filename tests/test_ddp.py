@@ -99,11 +99,10 @@ def test_five_adamw_steps_equal_one_process_and_torch():
 
 
 def share(numel, size, rank, itemsize):
-    """Bytes that a rank sends of a bucket round the ring: all pieces but its own, then all but
-    the next rank's."""
-    cuts = [numel * i // size for i in range(size + 1)]
-    pieces = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
-    return (2 * numel - pieces[rank] - pieces[(rank + 1) % size]) * itemsize
+    """Bytes that a rank sends of a large bucket: the pieces of the others to each, then its own
+    to all."""
+    mine = numel * (rank + 1) // size - numel * rank // size
+    return (numel + (size - 2) * mine) * itemsize
 
 
 def neighbours(rank, size):
@@ -131,16 +130,12 @@ def test_each_rank_sends_what_the_docstring_says():
     totals = {}
     for counts in launch(work, ranks=4):
         for (size, rank, numel, itemsize), nbytes in counts.items():
-            in_tree = numel * itemsize <= (2**20 if size > 2 else 2**18)
+            in_tree = numel * itemsize <= 2**20
             if in_tree:
-                # 16-bit floats travel as float32.
+                # Up and down a tree, in which 16-bit floats travel as float32.
                 expected = neighbours(rank, size) * numel * max(4, itemsize)
-            elif itemsize > 2:
-                expected = share(numel, size, rank, itemsize)
             else:
-                # Directly: the pieces of the others to each, then its own to all.
-                mine = numel * (rank + 1) // size - numel * rank // size
-                expected = (numel + (size - 2) * mine) * itemsize
+                expected = share(numel, size, rank, itemsize)
             assert nbytes == expected, (size, rank, numel, itemsize)
             key = size, numel, itemsize, max(4, itemsize) if in_tree else itemsize
             totals[key] = totals.get(key, 0) + nbytes

@@ -151,7 +151,7 @@ def test_the_drawn_tree_is_the_one_that_broadcast_walks():
                 rank: [to for source, to in hops if source == rank] for rank in range(ranks)
             }
             # `family` lists the nearest child first; the furthest is served first.
-            assert children == {r: family(r, ranks, root)[1][::-1] for r in range(ranks)}
+            assert children == {r: list(family(r, ranks, root)[1][::-1]) for r in range(ranks)}
 
 
 def test_a_dot_is_filled_once_its_rank_has_the_data():

@@ -49,7 +49,7 @@ def ports(*ranks, cluster=TWO_BY_TWO):
 
 def arrival(clock, receiver, source, nbytes, header):
     """When the message is there, for a receiver that asks for it as a new operation."""
-    receiver.begin()
+    receiver.begin(clock.now)
     receiver.arrive(source, nbytes, header)
     return clock.elapsed
 
@@ -92,7 +92,7 @@ def test_a_port_that_has_been_idle_owes_nothing(clock):
     sender, receiver = ports(0, 2)
     arrival(clock, receiver, 0, 1000, sender.depart(2, 1000))
     clock.now = 150.0
-    sender.begin()
+    sender.begin(clock.now)
     assert arrival(clock, receiver, 0, 1000, sender.depart(2, 1000)) == pytest.approx(51.25)
 
 
@@ -129,7 +129,7 @@ def test_what_a_late_rank_passes_on_leaves_when_it_comes(clock):
     first, middle, last = ports(0, 2, 1)
     header = first.depart(2, 1000)
     clock.now = 130.0
-    middle.begin()
+    middle.begin(clock.now)
     middle.arrive(0, 1000, header)
     header = middle.depart(1, 1000)
     assert arrival(clock, last, 2, 1000, header) == pytest.approx(31.25)
@@ -139,7 +139,7 @@ def test_lateness_does_not_add_up_over_the_steps_of_an_operation(clock):
     """Each rank of a chain wakes up 0.4 s late, and passes on as if it had not."""
     chain = ports(0, 2, 1, 3)
     for rank in chain:
-        rank.begin()
+        rank.begin(clock.now)
     header = chain[0].depart(2, 1000)
     for here, there in zip(chain[1:], (*chain[2:], None), strict=True):
         source = chain[chain.index(here) - 1].rank
@@ -154,7 +154,7 @@ def test_a_new_operation_starts_from_the_clock(clock):
     sender, receiver = ports(0, 2)
     arrival(clock, receiver, 0, 1000, sender.depart(2, 1000))
     clock.now += 10
-    receiver.begin()
+    receiver.begin(clock.now)
     assert receiver.depart(0, 1000).item() - 100 == pytest.approx(11.25)
 
 

@@ -62,7 +62,7 @@ class Background:
     def wait(self):
         """The result, once it is there; raises what the collective raised."""
         began = time.monotonic()
-        if self.lane is getattr(connection.thread, "lane", None) and not self.done():
+        if self.lane is connection.thread.lane and not self.done():
             raise RuntimeError(
                 f"a task on lane {self.lane.number} waits for a later one of the same lane, which "
                 "starts only after it: use another lane"

@@ -18,6 +18,8 @@ from s2s_lib.ranks.group import Group, check_group
 SECONDS_PER_MESSAGE = 50e-6
 # Up to how many bytes a tree beats what sends less but more often.
 SMALL = {"reduce_scatter": 64 * 1024, "all_gather": 256 * 1024}
+# Up to how many ranks sending to each other at once beats taking turns.
+FEW = 8
 
 
 class Cost(NamedTuple):
@@ -108,16 +110,14 @@ def _by_size(collective, nbytes, size, narrow):
     if collective in ("broadcast", "reduce"):
         return "tree"
     if collective == "all_reduce":
-        if size == 2 and nbytes <= 256 * 1024:
-            return "doubling"
-        if size > 2 and nbytes <= 2**20:
-            return "tree"
-        return "direct" if narrow else "ring"
+        if nbytes <= 2**20:
+            return "doubling" if size == 2 else "tree"
+        return "direct" if narrow or size <= FEW else "ring"
     if collective not in SMALL:
         raise ValueError(f"no collective {collective!r}: there is nothing to choose")
     if size > 2 and nbytes <= SMALL[collective]:
         return "tree"
-    if narrow and collective == "reduce_scatter":
+    if narrow or size < FEW and collective == "all_gather":
         return "direct"
     return "doubling" if size & (size - 1) == 0 else "direct"
 

@@ -4,6 +4,8 @@ Any shape, strides and dtype; the argument is never changed; the result is `out`
 and what cannot work is refused before a byte moves, with the numbers and the way out.
 """
 
+import functools
+import math
 from numbers import Integral
 
 import torch
@@ -19,24 +21,23 @@ class Result:
     `flat` is contiguous memory for the algorithms; `done()` copies it back where `out` has gaps.
     """
 
+    __slots__ = ("out", "dense", "flat")
+
     def __init__(self, out, shape, like, other_shape=None):
-        self.out, self.dense = out, True
-        if not isinstance(out, (torch.Tensor, type(None))):
-            raise TypeError(f"out is a tensor to write the result into, got {out!r}")
+        self.dense = True
         if out is None:
-            self.out = torch.empty(shape, dtype=like.dtype, device=like.device)
-        elif (
-            out.shape not in (shape, other_shape)
-            or out.dtype is not like.dtype
-            or out.device != like.device
-        ):
+            out = torch.empty(shape, dtype=like.dtype, device="cpu")
+        elif not isinstance(out, torch.Tensor):
+            raise TypeError(f"out is a tensor to write the result into, got {out!r}")
+        elif out.shape not in (shape, other_shape) or out.dtype is not like.dtype or not out.is_cpu:
             raise ValueError(
                 f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
                 f"the result is {tuple(shape)} {like.dtype} on {like.device}"
             )
         else:
             self.dense = out.is_contiguous() and not (out.is_conj() or out.is_neg())
-        self.flat = flat(self.out if self.dense else like.new_empty(shape))
+        self.out = out
+        self.flat = flat(out if self.dense else like.new_empty(shape))
 
     def done(self):
         if not self.dense:
@@ -60,7 +61,9 @@ def flat(tensor):
         tensor = tensor.detach()
     if tensor.is_complex() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous().view(-1)
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        tensor = tensor.contiguous().view(-1)
+    return tensor
 
 
 def refuse_gradient(tensor, name, instead):
@@ -74,17 +77,17 @@ def rows_for(tensor, group, sizes):
     """How many rows of dim 0 go to each rank; ValueError where they cannot be cut so."""
     if tensor.dim() == 0:
         raise ValueError("cannot cut a number into parts: give a tensor with at least one dim")
-    rows = len(tensor)
+    rows = tensor.shape[0]
     if sizes is None:
         if rows % group.size:
             raise ValueError(
                 f"cannot cut {rows} rows into {group.size} equal parts: pad first, or give sizes"
             )
-        return [rows // group.size] * group.size
+        return (rows // group.size,) * group.size
     check_sizes(sizes, group)
     if sum(sizes) != rows:
         raise ValueError(f"sizes {list(sizes)} add up to {sum(sizes)}, the tensor has {rows} rows")
-    return list(sizes)
+    return tuple(sizes)
 
 
 def check_sizes(sizes, group):
@@ -98,9 +101,8 @@ def check_sizes(sizes, group):
         )
 
 
-def flat_cuts(rows, tensor):
-    """Where the parts lie in the flattened tensor."""
-    row = 1
-    for size in tensor.shape[1:]:
-        row *= size
-    return cuts_of([count * row for count in rows])
+@functools.lru_cache(maxsize=4096)
+def flat_cuts(rows, shape):
+    """Where the parts lie in a flattened tensor of `shape`, so many rows of its dim 0 in each."""
+    row = math.prod(shape[1:])
+    return cuts_of(count * row for count in rows)

@@ -5,7 +5,10 @@ but W-1 messages for each rank. What travels is always an input, never a partial
 floats cross the wire as 16 bits and are still added in float32 and rounded once.
 """
 
-from s2s_lib.collectives.pieces import even_cuts, piece, scratch
+from s2s_lib.collectives.pieces import even_cuts, own_piece, piece, scratch
+
+# Of an all_reduce, what a rank adds up at a time from each of the others.
+BLOCK_BYTES = 4 * 2**20
 
 
 def peers(group):
@@ -19,18 +22,25 @@ def sources(group):
 
 
 def reduce_scatter(operation, x, out, cuts, reduction):
-    run_reduce(operation, x, out, cuts, reduction, ask_for_inputs(operation, x, cuts))
+    arrivals = ask_for_inputs(operation, x, cuts)
+    send_inputs(operation, x, cuts)
+    add_up(operation, x, out, cuts, reduction, arrivals)
 
 
-def ask_for_inputs(operation, x, cuts):
-    mine = cuts[operation.group.rank + 1] - cuts[operation.group.rank]
-    return [operation.receive(scratch(p, mine, x.dtype), p) for p in sources(operation.group)]
-
-
-def run_reduce(operation, x, out, cuts, reduction, arrivals):
+def ask_for_inputs(operation, x, cuts, slot=0):
     group = operation.group
-    for peer in peers(group):
+    mine = cuts[group.rank + 1] - cuts[group.rank]
+    first = slot * (group.size + 1)
+    return [operation.receive(scratch(first + p, mine, x.dtype), p) for p in sources(group)]
+
+
+def send_inputs(operation, x, cuts):
+    for peer in peers(operation.group):
         operation.send(piece(x, cuts, peer), peer)
+
+
+def add_up(operation, x, out, cuts, reduction, arrivals):
+    group = operation.group
     mine = piece(x, cuts, group.rank)
     total = out
     if reduction.widens:
@@ -48,28 +58,47 @@ def run_reduce(operation, x, out, cuts, reduction, arrivals):
 
 def all_gather(operation, x, out, cuts):
     arrivals = ask_for_pieces(operation, out, cuts)
-    piece(out, cuts, operation.group.rank).copy_(x)
-    run_gather(operation, x, arrivals)
+    send_to_all(operation, x)
+    own_piece(x, out, cuts, operation.group.rank)
+    wait_for(arrivals)
 
 
 def ask_for_pieces(operation, out, cuts):
     return [operation.receive(piece(out, cuts, p), p, 1) for p in sources(operation.group)]
 
 
-def run_gather(operation, x, arrivals):
+def send_to_all(operation, x):
     for peer in peers(operation.group):
         operation.send(x, peer, 1)
+
+
+def wait_for(arrivals):
     for arrival in arrivals:
         arrival.wait()
 
 
 def all_reduce(operation, x, out, reduction):
-    cuts = even_cuts(x.numel(), operation.group.size)
-    inputs = ask_for_inputs(operation, x, cuts)
-    pieces = ask_for_pieces(operation, out, cuts)
+    """Block by block: while one is added up, the next is on its way."""
+    size = operation.group.size
+    block = BLOCK_BYTES * size // x.itemsize
+    begun, pieces = None, []
+    for number, start in enumerate(range(0, max(1, x.numel()), block)):
+        part, result = x[start : start + block], out[start : start + block]
+        cuts = even_cuts(part.numel(), size)
+        inputs = ask_for_inputs(operation, part, cuts, number % 2)
+        pieces += ask_for_pieces(operation, result, cuts)
+        send_inputs(operation, part, cuts)
+        if begun is not None:
+            add_up_and_tell(operation, reduction, *begun)
+        begun = part, result, cuts, inputs
+    add_up_and_tell(operation, reduction, *begun)
+    wait_for(pieces)
+
+
+def add_up_and_tell(operation, reduction, x, out, cuts, inputs):
     mine = piece(out, cuts, operation.group.rank)
-    run_reduce(operation, x, mine, cuts, reduction, inputs)
-    run_gather(operation, mine, pieces)
+    add_up(operation, x, mine, cuts, reduction, inputs)
+    send_to_all(operation, mine)
 
 
 def all_to_all(operation, x, out, sending, receiving):
@@ -78,6 +107,5 @@ def all_to_all(operation, x, out, sending, receiving):
     arrivals = [operation.receive(piece(out, receiving, p), p) for p in sources(group)]
     for peer in peers(group):
         operation.send(piece(x, sending, peer), peer)
-    piece(out, receiving, group.rank).copy_(piece(x, sending, group.rank))
-    for arrival in arrivals:
-        arrival.wait()
+    own_piece(piece(x, sending, group.rank), out, receiving, group.rank)
+    wait_for(arrivals)

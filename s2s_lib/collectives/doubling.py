@@ -6,7 +6,9 @@ the ring does; doubling an all_gather is the same backwards. One after the other
 all_reduce (Rabenseifner, 2004; Thakur et al., 2005).
 """
 
-from s2s_lib.collectives.pieces import even_cuts, piece, scratch
+import functools
+
+from s2s_lib.collectives.pieces import even_cuts, own_piece, piece, scratch
 
 
 def power_below(size: int) -> int:
@@ -66,9 +68,7 @@ def reduce_scatter(operation, x, out, cuts, reduction):
 
 def all_gather(operation, x, out, cuts):
     check_power_of_two(operation.group.size)
-    arrivals = ask_for_pieces(operation, out, cuts)
-    piece(out, cuts, operation.group.rank).copy_(x)
-    run_gather(operation, out, cuts, arrivals)
+    run_gather(operation, x, out, cuts, ask_for_pieces(operation, out, cuts))
 
 
 def halving_all_reduce(operation, x, out, reduction):
@@ -77,13 +77,15 @@ def halving_all_reduce(operation, x, out, reduction):
     cuts = even_cuts(x.numel(), operation.group.size)
     sums = ask_for_sums(operation, x, cuts)
     pieces = ask_for_pieces(operation, out, cuts)
-    run_reduce(operation, x, piece(out, cuts, operation.group.rank), cuts, reduction, sums)
-    run_gather(operation, out, cuts, pieces)
+    mine = piece(out, cuts, operation.group.rank)
+    run_reduce(operation, x, mine, cuts, reduction, sums)
+    run_gather(operation, mine, out, cuts, pieces)
 
 
+@functools.lru_cache
 def distances(size):
     """size/2, ..., 2, 1: with whom a halving exchanges, in order."""
-    return [size >> step for step in range(1, size.bit_length())]
+    return tuple(size >> step for step in range(1, size.bit_length()))
 
 
 def block(rank, distance):
@@ -133,9 +135,14 @@ def ask_for_pieces(operation, out, cuts):
     ]
 
 
-def run_gather(operation, out, cuts, arrivals):
+def run_gather(operation, x, out, cuts, arrivals):
     rank = operation.group.rank
     pairs = zip(reversed(distances(operation.group.size)), arrivals, strict=True)
     for step, (distance, arrival) in enumerate(pairs):
-        operation.send(piece(out, cuts, *block(rank, distance)), rank ^ distance, 100 + step)
+        sending = piece(out, cuts, *block(rank, distance)) if step else x
+        operation.send(sending, rank ^ distance, 100 + step)
+        if step == 0:
+            own_piece(x, out, cuts, rank)
         arrival.wait()
+    if not arrivals:
+        own_piece(x, out, cuts, rank)

@@ -9,6 +9,8 @@ messages find no partner and the launch ends at its timeout with a table, or at 
 `launch(..., check=True)`.
 """
 
+import functools
+
 import torch
 
 from s2s_lib.collectives import direct, doubling, framework, hierarchical, naive, ring, tree
@@ -23,7 +25,7 @@ from s2s_lib.collectives.contract import (
     refuse_gradient,
     rows_for,
 )
-from s2s_lib.collectives.reduction import Reduction
+from s2s_lib.collectives.reduction import reduction_of
 from s2s_lib.ranks.group import Group, check_group
 from s2s_lib.ranks.wire import DTYPE_CODE, DTYPES, Operation
 
@@ -77,7 +79,7 @@ def broadcast(tensor, group: Group, root: int = 0, algorithm: str = "auto", out=
             return torch.zeros_like(grad) if total is None else total
 
         return linear(tensor, lambda x: broadcast(x, group, root, algorithm), sum_at_root)
-    run, name = pick("broadcast", algorithm, tensor, group)
+    run, name = pick("broadcast", algorithm, tensor.nbytes, group)
     result = Result(out, tensor.shape, tensor)
     if group.rank == root and not (tensor is out and result.dense):
         result.flat.copy_(flat(tensor))
@@ -95,8 +97,8 @@ def reduce(tensor, group: Group, root: int = 0, op: str = "sum", algorithm="auto
     check(tensor, group)
     group.check_member(root, "root")
     refuse_gradient(tensor, "reduce", "all_reduce")
-    reduction = Reduction(op, tensor.dtype, group.size)
-    run, name = pick("reduce", algorithm, tensor, group)
+    reduction = reduction_of(op, tensor.dtype, group.size)
+    run, name = pick("reduce", algorithm, tensor.nbytes, group)
     x = flat(tensor)
     wide = x.to(reduction.dtype)
     result = total = None
@@ -125,8 +127,8 @@ def all_reduce(tensor, group: Group, op: str = "sum", algorithm: str = "auto", o
             run=lambda x: all_reduce(x, group, op, algorithm),
             transpose=lambda g: all_reduce(g, group, op, algorithm),
         )
-    reduction = Reduction(op, tensor.dtype, group.size)
-    run, name = pick("all_reduce", algorithm, tensor, group, reduction)
+    reduction = reduction_of(op, tensor.dtype, group.size)
+    run, name = pick("all_reduce", algorithm, tensor.nbytes, group, reduction.widens)
     x = flat(tensor)
     result = Result(out, tensor.shape, tensor)
     with Operation("all_reduce", group, tensor.shape, tensor.dtype, (op, name)) as operation:
@@ -156,12 +158,12 @@ def reduce_scatter(tensor, group: Group, op="sum", algorithm="auto", out=None, s
         return linear(
             tensor, lambda x: reduce_scatter(x, group, op, algorithm, sizes=sizes), gather_parts
         )
-    reduction = Reduction(op, tensor.dtype, group.size)
-    run, name = pick("reduce_scatter", algorithm, tensor, group, reduction)
+    reduction = reduction_of(op, tensor.dtype, group.size)
+    run, name = pick("reduce_scatter", algorithm, tensor.nbytes, group, reduction.widens)
     x = flat(tensor)
-    cuts = flat_cuts(rows, tensor)
+    cuts = flat_cuts(rows, tensor.shape)
     result = Result(out, (rows[group.rank], *tensor.shape[1:]), tensor)
-    detail = (op, name) if sizes is None else (op, name, tuple(rows))
+    detail = (op, name) if sizes is None else (op, name, rows)
     with Operation("reduce_scatter", group, tensor.shape, tensor.dtype, detail) as operation:
         if reduction.widens and name != "direct":
             total = result.flat.new_empty(result.flat.numel(), dtype=reduction.dtype)
@@ -188,13 +190,10 @@ def all_gather(tensor, group: Group, algorithm: str = "auto", out=None, sizes=No
             transpose=lambda g: reduce_scatter(g, group, sizes=rows).view(tensor.shape),
         )
     x = flat(tensor)
-    cuts = flat_cuts(rows, tensor)
-    shape = (sum(rows), *tensor.shape[1:])
-    even = len(set(rows)) == 1
-    result = Result(out, shape, tensor, (group.size, *tensor.shape) if even else shape)
-    run, name = pick("all_gather", algorithm, result.flat, group)
-    said, detail = (tensor.shape, (name,)) if even else (shape, (name, tuple(rows)))
-    with Operation("all_gather", group, said, tensor.dtype, detail) as operation:
+    shape, other_shape, said, detail, cuts = gathered_layout(tensor.shape, rows)
+    result = Result(out, shape, tensor, other_shape)
+    run, name = pick("all_gather", algorithm, result.flat.nbytes, group)
+    with Operation("all_gather", group, said, tensor.dtype, (name, *detail)) as operation:
         run(operation, x, result.flat, cuts)
     return result.done()
 
@@ -208,13 +207,11 @@ def gather(tensor, group: Group, root: int = 0, sizes=None):
     group.check_member(root, "root")
     refuse_gradient(tensor, "gather", "all_gather")
     rows = gathered_rows(tensor, group, sizes)
-    shape = (sum(rows), *tensor.shape[1:])
+    shape, _, said, detail, cuts = gathered_layout(tensor.shape, rows)
     result = Result(None, shape, tensor) if group.rank == root else None
-    even = len(set(rows)) == 1
-    said, detail = (tensor.shape, (root,)) if even else (shape, (root, tuple(rows)))
-    with Operation("gather", group, said, tensor.dtype, detail) as operation:
+    with Operation("gather", group, said, tensor.dtype, (root, *detail)) as operation:
         whole = result.flat if result else None
-        naive.gather(operation, flat(tensor), whole, flat_cuts(rows, tensor), root)
+        naive.gather(operation, flat(tensor), whole, cuts, root)
     return result.done() if result else None
 
 
@@ -236,7 +233,7 @@ def scatter(tensor, group: Group, root: int = 0, sizes=None):
         result = torch.empty(shape, dtype=dtype, device="cpu")
         whole = cuts = None
         if group.rank == root:
-            whole, cuts = flat(tensor), flat_cuts(rows, tensor)
+            whole, cuts = flat(tensor), flat_cuts(rows, tensor.shape)
         naive.scatter(operation, whole, result.view(-1), cuts, root)
     return result
 
@@ -268,7 +265,7 @@ def all_to_all(tensor, group: Group, sizes=None):
     check(tensor, group)
     rows = coming = rows_for(tensor, group, sizes)
     if sizes is not None:
-        coming = all_to_all(torch.tensor(rows, device="cpu"), group).tolist()
+        coming = tuple(all_to_all(torch.tensor(rows, device="cpu"), group).tolist())
     if wants_gradient(tensor, None):
         return linear(
             tensor,
@@ -288,8 +285,8 @@ def exchange_parts(tensor, group, rows, coming, even):
             operation,
             flat(tensor),
             result.view(-1),
-            flat_cuts(rows, tensor),
-            flat_cuts(coming, tensor),
+            flat_cuts(rows, tensor.shape),
+            flat_cuts(coming, tensor.shape),
         )
     return result
 
@@ -299,30 +296,42 @@ def barrier(group: Group):
     check_group(group)
     token = torch.zeros(1, dtype=torch.uint8, device="cpu")
     with Operation("barrier", group) as operation:
-        tree.all_reduce(operation, token, token, Reduction("max", token.dtype, group.size))
+        tree.all_reduce(operation, token, token, reduction_of("max", token.dtype, group.size))
 
 
 def gathered_rows(tensor, group, sizes):
     """How many rows each rank brings to a gather."""
-    mine = len(tensor) if tensor.dim() else 1
+    mine = tensor.shape[0] if tensor.dim() else 1
     if sizes is None:
-        return [mine] * group.size
+        return (mine,) * group.size
     if isinstance(sizes, str) and sizes == "exchange":
-        return all_gather(torch.tensor([mine], device="cpu"), group).tolist()
+        return tuple(all_gather(torch.tensor([mine], device="cpu"), group).tolist())
     check_sizes(sizes, group)
     if sizes[group.rank] != mine:
         raise ValueError(
             f"sizes says {sizes[group.rank]} rows for rank {group.rank}, its tensor has {mine}"
         )
-    return list(sizes)
+    return tuple(sizes)
 
 
-def pick(collective, algorithm, tensor, group, reduction=None):
+@functools.lru_cache(maxsize=4096)
+def gathered_layout(shape, rows):
+    """Of a gather of `rows[i]` rows from rank i, on a rank whose tensor has this shape.
+
+    The shape of the result and another that `out` may have, the shape and details that all ranks
+    say alike, and the cuts of the flat result.
+    """
+    whole, cuts = (sum(rows), *shape[1:]), flat_cuts(rows, shape)
+    if len(set(rows)) == 1:
+        return whole, (len(rows), *shape), shape, (), cuts
+    return whole, whole, whole, (rows,), cuts
+
+
+def pick(collective, algorithm, nbytes, group, narrow=False):
     """The function of an algorithm and its name; ValueError for a name that does not exist."""
     table = ALGORITHMS[collective]
     if algorithm == "auto":
-        narrow = reduction is not None and reduction.widens
-        algorithm = choose(collective, tensor.nbytes, group, narrow)
+        algorithm = choose(collective, nbytes, group, narrow)
     if not isinstance(algorithm, str) or algorithm not in table:
         raise ValueError(f"{collective} has no algorithm {algorithm!r}: one of {', '.join(table)}")
     return table[algorithm], algorithm

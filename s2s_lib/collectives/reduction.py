@@ -39,8 +39,6 @@ class Reduction:
     """
 
     def __init__(self, op: str, dtype: torch.dtype, size: int):
-        if not isinstance(op, str) or op not in OPS:
-            raise ValueError(f"no reduction {op!r}: choose one of {', '.join(OPS)}")
         self.op = op
         self.size = size
         self.check(op, dtype)
@@ -71,3 +69,13 @@ class Reduction:
     def finish(self, chunk):
         if self.op == "avg":
             chunk.div_(self.size)
+
+
+_made = functools.lru_cache(Reduction)
+
+
+def reduction_of(op: str, dtype: torch.dtype, size: int) -> Reduction:
+    """The Reduction `op` of tensors of `dtype` over `size` ranks, made once."""
+    if not isinstance(op, str) or op not in OPS:
+        raise ValueError(f"no reduction {op!r}: choose one of {', '.join(OPS)}")
+    return _made(op, dtype, size)

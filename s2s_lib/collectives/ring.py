@@ -7,7 +7,7 @@ either, and 2(W-1)/W for an all_reduce: nearly independent of W, at 2(W-1) steps
 (Patarasuk and Yuan, 2009.)
 """
 
-from s2s_lib.collectives.pieces import even_cuts, piece, scratch
+from s2s_lib.collectives.pieces import even_cuts, own_piece, piece, scratch
 
 # Larger tensors go round block by block, so that what is received is still in a cache when it is
 # added and the memory to receive into stays small.
@@ -19,9 +19,7 @@ def reduce_scatter(operation, x, out, cuts, reduction):
 
 
 def all_gather(operation, x, out, cuts):
-    arrivals = ask_for_pieces(operation, out, cuts)
-    piece(out, cuts, operation.group.rank).copy_(x)
-    run_gather(operation, out, cuts, arrivals)
+    run_gather(operation, x, out, cuts, ask_for_pieces(operation, out, cuts))
 
 
 def all_reduce(operation, x, out, reduction):
@@ -34,7 +32,7 @@ def all_reduce(operation, x, out, reduction):
         pieces = ask_for_pieces(operation, result, cuts)
         mine = piece(result, cuts, operation.group.rank)
         run_reduce(operation, part, mine, cuts, reduction, sums)
-        run_gather(operation, result, cuts, pieces)
+        run_gather(operation, mine, result, cuts, pieces)
 
 
 def ask_for_sums(operation, x, cuts):
@@ -72,8 +70,13 @@ def ask_for_pieces(operation, out, cuts):
     ]
 
 
-def run_gather(operation, out, cuts, arrivals):
+def run_gather(operation, x, out, cuts, arrivals):
     rank, size = operation.group.rank, operation.group.size
+    sending = x
     for step, arrival in enumerate(arrivals):
-        operation.send(piece(out, cuts, (rank - step) % size), (rank + 1) % size, size + step)
-        arrival.wait()
+        operation.send(sending, (rank + 1) % size, size + step)
+        if step == 0:
+            own_piece(x, out, cuts, rank)
+        sending = arrival.wait()
+    if size == 1:
+        own_piece(x, out, cuts, rank)

@@ -5,9 +5,12 @@ messages of all, so the best choice for small tensors where each message has a p
 the root's port carries log2(W) times N bytes.
 """
 
-from s2s_lib.collectives.pieces import piece, scratch
+import functools
+
+from s2s_lib.collectives.pieces import own_piece, piece, scratch
 
 
+@functools.lru_cache
 def family(rank, size, root):
     """The parent of a rank (None at the root) and its children, nearest first.
 
@@ -20,7 +23,7 @@ def family(rank, size, root):
     while distance < lowest and place + distance < size:
         children.append((place + distance + root) % size)
         distance *= 2
-    return parent, children
+    return parent, tuple(children)
 
 
 def broadcast(operation, flat, root, step=0):
@@ -85,11 +88,13 @@ def all_gather(operation, x, out, cuts):
         for child in children
     ]
     result = None if parent is None else operation.receive(out, parent)
-    piece(out, cuts, rank).copy_(x)
+    if children or parent is None:
+        own_piece(x, out, cuts, rank)
     for arrival in arrivals:
         arrival.wait()
     if parent is not None:
-        operation.send(piece(out, cuts, *below(parent, rank - parent, size)), parent, 1)
+        mine = piece(out, cuts, *below(parent, rank - parent, size)) if children else x
+        operation.send(mine, parent, 1)
     pass_on(operation, out, result, children)
 
 

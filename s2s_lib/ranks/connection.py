@@ -73,9 +73,19 @@ class Wire:
             )
 
 
+class Thread(threading.local):
+    """What belongs to one thread."""
+
+    # Its messages match only those of the same channel elsewhere.
+    channel = 0
+    # The operation that it is in (wire.py).
+    operation = None
+    # Of a background thread (background.py): its Lane, and the Wire it was started for.
+    lane = home = None
+
+
 _wire: Wire | None = None
-# What belongs to one thread: its channel, and the operation that it is in.
-thread = threading.local()
+thread = Thread()
 
 
 def connect(rank, size, store=None, timeout=60.0, cluster=None, check=False) -> Group:
@@ -122,13 +132,14 @@ def _prefer_batch_scheduling():
 
 def current() -> Wire:
     """This process's connection; RuntimeError where there is none."""
-    if getattr(thread, "home", _wire) is not _wire:
+    wire, home = _wire, thread.home
+    if home is not None and home is not wire:
         raise RuntimeError("this background task belongs to a connection that is gone")
-    if _wire is None:
+    if wire is None:
         raise RuntimeError(
             "no ranks here: ranks communicate inside a function given to launch(fn, ranks=...)"
         )
-    return _wire
+    return wire
 
 
 def mark(name: str):

@@ -22,6 +22,7 @@ class Group:
 
     ranks: tuple[int, ...]
     rank: int
+    size: int = field(init=False, repr=False, compare=False)
     # A short number for the list of ranks, the same in every process: part of each message's tag.
     key: int = field(init=False, repr=False, compare=False)
 
@@ -29,15 +30,12 @@ class Group:
         if not all(isinstance(rank, Integral) for rank in self.ranks):
             raise ValueError(f"a group is a list of whole numbers, got {list(self.ranks)}")
         object.__setattr__(self, "ranks", tuple(map(int, self.ranks)))
+        object.__setattr__(self, "size", len(self.ranks))
         object.__setattr__(self, "key", zlib.crc32(repr(self.ranks).encode()))
         if len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"a group names each rank once, got {list(self.ranks)}")
         if not 0 <= self.rank < len(self.ranks):
             raise ValueError(f"rank {self.rank} is not a place in a group of {len(self.ranks)}")
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
     def subgroup(self, members) -> "Group | None":
         """The group of these places of this group, in this order; None on a rank outside it.
@@ -56,7 +54,8 @@ class Group:
 
     def check_member(self, place: int, role: str) -> int:
         """`place` itself if it is one of 0..size-1, else a ValueError that says which role."""
-        if isinstance(place, bool) or not isinstance(place, Integral) or not 0 <= place < self.size:
+        whole = type(place) is int or isinstance(place, Integral) and not isinstance(place, bool)
+        if not (whole and 0 <= place < self.size):
             raise ValueError(
                 f"{role} {place!r} is not a rank of this group of {self.size}: "
                 f"give its place in the group, 0..{self.size - 1}"

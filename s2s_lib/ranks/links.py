@@ -43,9 +43,9 @@ class Links:
         """The Link to a world rank, or None where messages are not slowed."""
         return self.cluster.link(self.rank, peer)
 
-    def begin(self):
-        """A new operation starts: "now" is the clock again."""
-        self.thread.began = self.thread.now = time.monotonic()
+    def begin(self, when):
+        """A new operation was called: "now" is that moment."""
+        self.thread.began = self.thread.now = when
 
     def depart(self, peer, nbytes) -> torch.Tensor:
         """Queue a message on the sending port; returns its header."""

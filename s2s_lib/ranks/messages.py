@@ -1,6 +1,7 @@
 """One tensor from one rank to another: send and recv, and their starts, isend and irecv."""
 
 import reprlib
+import time
 
 import torch
 
@@ -29,20 +30,22 @@ def isend(tensor: torch.Tensor, to: int, group: Group, shown="isend") -> wire.Tr
 
     A send that is never waited for is waited for when the rank's function returns.
     """
+    called = time.monotonic()
     check_message(tensor, to, "destination", group)
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return _message("send", tensor, to, group, shown)
+    return _message("send", tensor, to, group, shown, called)
 
 
 def irecv(out: torch.Tensor, source: int, group: Group, shown="irecv") -> wire.Transfer:
     """Start receiving into `out`; `.wait()` on what this returns gives it, filled."""
+    called = time.monotonic()
     check_message(out, source, "source", group)
     if not out.is_contiguous():
         raise ValueError(
             f"cannot receive into a tensor of shape {tuple(out.shape)} and strides {out.stride()}:"
             " its memory has gaps; receive into torch.empty(...) and copy"
         )
-    return _message("receive", out.detach(), source, group, shown)
+    return _message("receive", out.detach(), source, group, shown, called)
 
 
 def check_message(tensor, place, role, group):
@@ -66,10 +69,12 @@ def check_tensor(tensor):
         )
 
 
-def _message(direction, tensor, place, group, shown):
+def _message(direction, tensor, place, group, shown, called):
     if place == group.rank:
         raise ValueError(f"rank {place} cannot {shown} to or from itself; copy the tensor instead")
-    with wire.Operation("message", group, tensor.shape, tensor.dtype, shown=shown) as operation:
+    with wire.Operation(
+        "message", group, tensor.shape, tensor.dtype, shown=shown, since=called
+    ) as operation:
         transfer = getattr(operation, direction)(tensor, place)
         operation.sends.clear()
     operation.wire.pending.add(transfer)

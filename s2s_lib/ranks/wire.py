@@ -60,39 +60,46 @@ class Operation:
     hierarchical all_reduce contains collectives of smaller groups.
     """
 
-    def __init__(self, name, group, shape=(), dtype=torch.uint8, detail=(), shown=None):
+    __slots__ = (
+        "wire", "name", "shown", "group", "shape", "dtype", "detail", "sends", "comparing",
+        "channel", "tag", "outer", "outermost", "number", "since",
+    )  # fmt: skip
+
+    def __init__(self, name, group, shape=(), dtype=torch.uint8, detail=(), shown=None, since=None):
         self.wire = current()
         self.wire.admit(group)
         self.name = name
         self.shown = shown or name
         self.group = group
-        self.shape = shape if type(shape) is tuple else tuple(shape)
+        self.shape = shape
         self.dtype = dtype
         self.detail = detail
+        # When it was called, if that was a little earlier than now.
+        self.since = time.monotonic() if since is None else since
         self.sends = []
         # While the ranks compare what they are about to do; that is not the program's own.
         self.comparing = False
 
     def __enter__(self):
-        wire = self.wire
-        self.channel = getattr(this_thread, "channel", 0)
-        self.tag = make_tag(
-            self.group.key, self.channel, self.name, self.dtype, self.shape, self.detail
-        )
-        self.outer = getattr(this_thread, "operation", None)
-        self.outermost = self if self.outer is None else self.outer.outermost
-        if self.outer is None:
-            if self.name == self.shown:
-                key = (self.group.key, self.channel)
-                wire.counts[key] = wire.counts.get(key, 0) + 1
+        wire, group = self.wire, self.group
+        self.channel = channel = this_thread.channel
+        self.tag = make_tag(group.key, channel, self.name, self.dtype, self.shape, self.detail)
+        self.outer = outer = this_thread.operation
+        if outer is not None:
+            self.outermost, self.number = outer.outermost, outer.number
+        else:
+            self.outermost = self
+            own = self.name == self.shown
+            self.number = wire.counts.get((group.key, channel), 0) + own
+            if own:
+                wire.counts[group.key, channel] = self.number
             if wire.links:
-                wire.links.begin()
-            # After a failed wait that somebody caught: this thread goes on.
-            wire.blocked.pop(threading.get_ident(), None)
-        self.number = wire.counts.get((self.outermost.group.key, self.channel), 0)
-        self.since = time.monotonic()
-        if wire.check and self.outer is None and self.name == self.shown:
-            agree(self)
+                wire.links.begin(self.since)
+            if wire.blocked:
+                # After a failed wait that somebody caught: this thread goes on.
+                wire.blocked.pop(threading.get_ident(), None)
+            if wire.check and own:
+                agree(self)
         this_thread.operation = self
         return self
 
@@ -131,7 +138,7 @@ class Operation:
         """One line: `all_reduce number 3, (2, 3) float32, sum, ring`."""
         what = [self.shown if self.name != self.shown else f"{self.name} number {self.number}"]
         if self.name != "barrier":
-            what.append(f"{self.shape} {str(self.dtype).removeprefix('torch.')}")
+            what.append(f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}")
         return ", ".join(what + [str(d) for d in self.detail])
 
 

@@ -57,10 +57,10 @@ class DDP(nn.Module):
     beyond the next backward. A module with nothing to train passes through, and nothing is sent.
 
     Sent in each backward, by all ranks together: 2(W-1) times the bytes of the trainable
-    parameters, as they travel. A bucket above 1 MiB (two ranks: 256 KiB) travels in its own dtype
-    and each rank sends an equal share, 2(W-1)/W of it; where W does not divide it, some pieces are
-    an element longer. A smaller one goes up and down a tree, where a rank sends it once to each
-    neighbour, and 16-bit floats travel as float32. On emulated links `choose` decides. A training
+    parameters, as they travel. A bucket above 1 MiB travels in its own dtype and each rank sends an
+    equal share, 2(W-1)/W of it; where W does not divide it, some pieces are an element longer. A
+    smaller one goes up and down a tree, where a rank sends it once to each neighbour, and 16-bit
+    floats travel as float32. On emulated links `choose` decides. A training
     forward adds W-1 times the buffers' bytes.
 
     A parameter belongs to one DDP for life: ValueError for a second, whose hooks would average
