@@ -34,6 +34,8 @@ _HOME = {
     "Timelines": "meters.timeline",
     "memory": "meters.memory",
     "DDP": "strategies.ddp",
+    "ZeRO": "strategies.zero",
+    "clip_grad_norm_": "strategies.grads",
     "GPT": "course.model",
     "GPTConfig": "course.model",
     "next_token_loss": "course.model",

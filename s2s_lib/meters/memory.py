@@ -167,6 +167,10 @@ class _Watch(TorchDispatchMode):
             modules.extend(child for child in module._modules.values() if child is not None)
         weights = [p for m in modules for p in m._parameters.values() if p is not None]
         yield "buffers", [b for m in modules for b in m._buffers.values() if b is not None]
+        for module in modules:
+            # A strategy says what it keeps outside of parameters, by kind.
+            if hasattr(type(module), "held"):
+                yield from module.held().items()
         yield "gradients", [p.grad for p in weights if p.grad is not None]
         yield "weights", weights
 

@@ -15,26 +15,23 @@ all_reduce, communication hooks, static graphs. (Li et al., VLDB 2020.)
 import contextlib
 import dataclasses
 import functools
-import weakref
 from numbers import Real
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary
 
 from s2s_lib.collectives.background import background
 from s2s_lib.collectives.functions import all_gather, all_reduce
 from s2s_lib.ranks.connection import mark
 from s2s_lib.ranks.group import Group
+from s2s_lib.strategies.backward import Backward
 from s2s_lib.strategies.bucket import Bucket
-from s2s_lib.strategies.replicas import check_same, copy_from, copy_state
+from s2s_lib.strategies.replicas import check_same, claim, copy_from, copy_state, refuse_claimed
 
 # The DDPs that the backward under way has reached, in that order. They share one thread for their
 # averages, so all ranks must send in the same order: the buckets of the first, then the next's.
 _running: list["DDP"] = []
-# Parameters that a DDP averages.
-_claimed = WeakIdKeyDictionary()
 
 
 class DDP(nn.Module):
@@ -77,7 +74,7 @@ class DDP(nn.Module):
         self.group = group
         self.overlap = overlap
         self.syncing = True
-        self.ending = None
+        self.backward = Backward(self.end_backward)
         check_same(module, group)
         copy_from([*module.parameters(), *module.buffers()], group)
         self.buffers_from = 0
@@ -106,18 +103,10 @@ class DDP(nn.Module):
             run[1].append(parameter)
             run[2] += parameter.nbytes
         for names, parameters, _ in runs:
-            self.claim(names, parameters)
+            named = list(zip(names, parameters, strict=True))
+            refuse_claimed(named)
+            claim(named)
         return [Bucket(names, parameters) for names, parameters, _ in runs]
-
-    @staticmethod
-    def claim(names, parameters):
-        for name, parameter in zip(names, parameters, strict=True):
-            if parameter in _claimed:
-                raise ValueError(
-                    f"{name} is in a DDP already, and would be averaged twice: go on with that "
-                    "DDP, or build a fresh module"
-                )
-            _claimed[parameter] = True
 
     def forward(self, *args, **kwargs):
         if any(p.requires_grad for p in self.frozen):
@@ -157,22 +146,15 @@ class DDP(nn.Module):
 
     # Backward, in order.
 
-    @property
-    def in_backward(self) -> bool:
-        return self.ending is not None and self.ending() is not None
-
     def begin_backward(self, _=None):
         """At the first gradient of an output, in the outermost backward."""
         trainable = (p.requires_grad for bucket in self.buckets for p in bucket.parameters)
-        if not self.syncing or self.in_backward or not any(trainable):
+        if not self.syncing or self.backward.running or not any(trainable):
             return
         for bucket in self.buckets:
             bucket.begin()
-        # Only autograd holds this, until its backward has ended or raised.
-        ending = functools.partial(self.end_backward)
-        torch.autograd.Variable._execution_engine.queue_callback(ending)
-        _running[:] = [ddp for ddp in _running if ddp.in_backward] + [self]
-        self.ending = weakref.ref(ending)
+        self.backward.begin()
+        _running[:] = [ddp for ddp in _running if ddp.backward.running and ddp is not self] + [self]
 
     def gradient_arrived(self, bucket, i, parameter):
         """Each time a parameter's gradient was added to."""
@@ -219,7 +201,6 @@ class DDP(nn.Module):
 
     def end_backward(self):
         """When the outermost backward is over: send the rest, wait for all."""
-        self.ending = None
         _running.remove(self)
         # torch.autograd.grad may pass through the outputs without asking for any parameter.
         if any(any(bucket.arrived) for bucket in self.buckets):

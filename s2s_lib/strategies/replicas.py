@@ -5,9 +5,13 @@ import pickle
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from s2s_lib.collectives.functions import all_gather, broadcast
 from s2s_lib.ranks.group import Group
+
+# Parameters whose gradients a strategy averages over replicas.
+_claimed = WeakIdKeyDictionary()
 
 
 def check_same(module: nn.Module, group: Group):
@@ -21,7 +25,7 @@ def check_same(module: nn.Module, group: Group):
     number = torch.tensor([int.from_bytes(digest, "big", signed=True)], device="cpu")
     if len(set(all_gather(number, group).tolist())) == 1:
         return
-    first, *others = [said.decode().splitlines() for said in _exchange(mine, group)]
+    first, *others = [said.decode().splitlines() for said in exchange(mine, group)]
     for rank, theirs in enumerate(others, start=1):
         if theirs != first:
             raise ValueError(_difference(first, theirs, rank))
@@ -33,7 +37,7 @@ def _entry(name, tensor):
     return f"{name} {tuple(tensor.shape)} {str(tensor.dtype)[6:]}{strides}{trainable}"
 
 
-def _exchange(mine: bytes, group) -> list[bytes]:
+def exchange(mine: bytes, group) -> list[bytes]:
     """Every rank's bytes, on every rank."""
     sizes = all_gather(torch.tensor([len(mine)], device="cpu"), group).tolist()
     data = torch.empty(len(mine), dtype=torch.uint8, device="cpu")
@@ -74,6 +78,48 @@ def copy_state(things: list, group: Group, root: int = 0):
     """Give each of these (what has `state_dict` and `load_state_dict`: optimizers, schedulers) the
     state that it has on one rank of the group, which sends it pickled."""
     mine = pickle.dumps([t.state_dict() for t in things]) if group.rank == root else b""
-    states = pickle.loads(_exchange(mine, group)[root])
+    states = pickle.loads(exchange(mine, group)[root])
     for thing, state in zip(things, states, strict=True):
         thing.load_state_dict(state)
+
+
+def refuse_claimed(named):
+    """ValueError, with its name, for a parameter that a strategy averages already."""
+    for name, parameter in named:
+        if parameter in _claimed:
+            raise ValueError(
+                f"{name} is in a DDP or ZeRO already, and would be averaged twice: go on with "
+                "that, or build a fresh module"
+            )
+
+
+def claim(named):
+    """These parameters, given with their names, are averaged from now on."""
+    for _, parameter in named:
+        _claimed[parameter] = True
+
+
+def check_tiles(group: Group, replicate: Group):
+    """ValueError on all ranks unless the ranks lie in a box, of which `group` is this rank's row
+    and `replicate` its column. An all_gather of some bytes over each."""
+    rows = [_ranks(said) for said in exchange(_said(group), replicate)]
+    columns = [_ranks(said) for said in exchange(_said(replicate), group)]
+    same_place = {
+        rows[i].index(replicate.ranks[i]) for i in range(len(rows)) if replicate.ranks[i] in rows[i]
+    } == {group.rank}
+    lengths = {len(row) for row in rows}, {len(column) for column in columns}
+    everyone = [rank for row in rows for rank in row]
+    box = len(everyone) == len(set(everyone)) == group.size * replicate.size
+    if not (same_place and box and lengths == ({group.size}, {replicate.size})):
+        raise ValueError(
+            f"group {list(group.ranks)} and replicate {list(replicate.ranks)} do not tile a box of "
+            f"{group.size} x {replicate.size} ranks: take both from one Mesh"
+        )
+
+
+def _said(group):
+    return repr(group.ranks).encode()
+
+
+def _ranks(said):
+    return tuple(int(word) for word in said.decode().strip("(),").split(",") if word.strip())

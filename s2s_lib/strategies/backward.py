@@ -1,0 +1,35 @@
+"""When a backward begins and ends, for strategies that have work to do around it."""
+
+import functools
+import weakref
+
+import torch
+
+
+class Backward:
+    """The outermost backward under way; `at_end` is called when it is over.
+
+    A backward that raises never calls `at_end`, and `running` is False after it.
+    """
+
+    def __init__(self, at_end):
+        self.at_end = at_end
+        self.ending = None
+
+    @property
+    def running(self) -> bool:
+        return self.ending is not None and self.ending() is not None
+
+    def begin(self) -> bool:
+        """From a hook inside a backward; True for the first of this one."""
+        if self.running:
+            return False
+        # Only autograd holds this, until its backward has ended or raised.
+        ending = functools.partial(self.end)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+        self.ending = weakref.ref(ending)
+        return True
+
+    def end(self):
+        self.ending = None
+        self.at_end()

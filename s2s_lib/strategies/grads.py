@@ -1,0 +1,73 @@
+"""The norm of the whole gradient, whatever strategy holds which part of it where.
+
+    who holds what    every rank its gradients, or its shards of them
+    who sends what    a number for each group over which some gradient is cut
+
+A strategy that cuts gradients over a group says so with `cut_over`; all others are held whole, and
+the same, by every rank. The square of a norm is a sum over elements, so each element is to be
+counted once: cut gradients are summed over their group and never over replicas, whole ones are not
+summed over ranks at all.
+"""
+
+import math
+from numbers import Real
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from s2s_lib.collectives.functions import all_reduce
+from s2s_lib.ranks.group import Group
+
+# Parameter -> the group over which its gradient is cut into shards.
+_cut_over = WeakIdKeyDictionary()
+
+
+def cut_over(parameter: torch.nn.Parameter, group: Group):
+    """Say that each rank of `group` holds a different part of this parameter and its gradient."""
+    _cut_over[parameter] = group
+
+
+def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 2.0):
+    """Scale all gradients of `model` so that their norm together is at most `max_norm`.
+
+    Returns the norm before, a float64 tensor and the same number on all ranks: the `norm_type`
+    norm (2, another number above 0, or inf) of the gradient as one process would have it. Padding
+    counts for nothing, a tied parameter once, one without a gradient not at all. All ranks of the
+    groups over which gradients are cut must call it. Sends 2(W-1) numbers for each such group.
+    """
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
+            raise ValueError(f"{name}={value!r}: give a number above 0")
+    worst = math.isinf(norm_type)
+    groups, totals = {}, {}
+    for parameter in model.parameters():
+        group = _cut_over.get(parameter)
+        if parameter.requires_grad or parameter.grad is not None:
+            key = group and group.ranks
+            groups[key] = group
+            terms = totals.setdefault(key, [torch.zeros((), dtype=torch.float64)])
+            if parameter.grad is not None and parameter.grad.numel():
+                terms.append(power(parameter.grad, norm_type))
+    whole = torch.zeros((), dtype=torch.float64)
+    for key, terms in totals.items():
+        total = torch.stack(terms).max() if worst else torch.stack(terms).sum()
+        if groups[key] is not None:
+            total = all_reduce(total, groups[key], "max" if worst else "sum")
+        whole = torch.maximum(whole, total) if worst else whole + total
+    norm = whole if worst else whole ** (1 / norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+    return norm
+
+
+def power(gradient, norm_type):
+    """The sum of |g|^norm_type, in float64; for inf the largest |g|."""
+    norm = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=wide(gradient.dtype))
+    return norm.double() if math.isinf(norm_type) else norm.double() ** norm_type
+
+
+def wide(dtype):
+    """At least float32, for sums of many squares."""
+    return torch.promote_types(dtype, torch.float32)
