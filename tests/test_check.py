@@ -135,7 +135,7 @@ def test_an_answer_that_raises_shows_its_own_line():
 
 
 def test_an_answer_that_waits_in_vain_ends_with_the_table_of_waits(monkeypatch):
-    monkeypatch.setattr(check, "PATIENCE", 1)
+    monkeypatch.setattr(check.answers, "PATIENCE", 1)
 
     def waits(tensor, world):
         return recv(torch.empty_like(tensor), 1 - world.rank, world)

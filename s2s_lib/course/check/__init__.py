@@ -1,0 +1,23 @@
+"""The checks of the exercises: `check.NAME(yours)` says that yours is right, or where it is not.
+
+What you wrote runs on real ranks. Every rank's result is compared, element by element, with what
+it must be, then what it sent. An exercise that is still `...` prints "not attempted"; a wrong
+answer raises `Wrong`, which a notebook shows as one sentence.
+
+An input of the checks is (1, 2, 3, ...) times 10^r on rank r, so in a sum the digit at 10^r is
+rank r's part: 1011 where 1111 should be lacks what rank 2 has.
+"""
+
+from s2s_lib.course.check.answers import Wrong
+from s2s_lib.course.check.lesson00 import all_gather_by_doubling, reduce_scatter, ring_of_eight
+from s2s_lib.course.check.lesson01 import accumulate, average_gradients, ddp_of_eight
+
+__all__ = [
+    "Wrong",
+    "accumulate",
+    "all_gather_by_doubling",
+    "average_gradients",
+    "ddp_of_eight",
+    "reduce_scatter",
+    "ring_of_eight",
+]
