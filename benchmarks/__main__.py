@@ -1,10 +1,16 @@
-"""`python -m benchmarks [starts] [collectives] [steps] [links]`: all of them by default."""
+"""`python -m benchmarks [starts] [collectives] [steps] [links] [zero]`: all of them by default."""
 
 import sys
 
-from benchmarks import collectives, links, report, starts, steps
+from benchmarks import collectives, links, report, starts, steps, zero
 
-PARTS = {"starts": starts, "collectives": collectives, "steps": steps, "links": links}
+PARTS = {
+    "starts": starts,
+    "collectives": collectives,
+    "steps": steps,
+    "links": links,
+    "zero": zero,
+}
 
 
 def main(names):

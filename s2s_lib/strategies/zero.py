@@ -243,8 +243,7 @@ class ZeRO(nn.Module):
             self.seen.append(unit)
             self.open(unit, self.order)
         if self.stage == 3 and torch.is_grad_enabled():
-            return self.watch_inputs(unit, args, kwargs)
-        return None
+            self.watch_inputs(unit, (args, kwargs))
 
     def check_open(self, name, module, _):
         for key, parameter in module.named_parameters(recurse=False):
@@ -256,21 +255,20 @@ class ZeRO(nn.Module):
                     "its shard of it: call the ZeRO itself, or work under `with model.gathered():`"
                 )
 
-    def watch_inputs(self, unit, args, kwargs):
-        leaves, shape = pytree.tree_flatten((args, kwargs))
-        watched = [
-            i
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        unit.watched = bool(watched)
-        if watched:
-            closing = functools.partial(self.after_backward, unit)
-            for i, tensor in zip(
-                watched, _Watch.apply(closing, *(leaves[i] for i in watched)), strict=True
-            ):
-                leaves[i] = tensor
-        return pytree.tree_unflatten(leaves, shape)
+    def watch_inputs(self, unit, inputs):
+        """Have `after_backward` called once the gradients of all inputs are there."""
+        tensors = {id(t): t for t in tensors_in(inputs) if t.grad_fn is not None}
+        unit.watched = bool(tensors)
+        # Numbers, not tensors: what a hook of a tensor holds must not hold the tensor.
+        waiting = set(tensors)
+
+        def one_is_there(number, _):
+            waiting.discard(number)
+            if not waiting:
+                self.after_backward(unit)
+
+        for number, tensor in tensors.items():
+            tensor.register_hook(functools.partial(one_is_there, number))
 
     def after_forward(self, unit, _, args, outputs):
         if self.backward.running:
@@ -282,7 +280,8 @@ class ZeRO(nn.Module):
             self.close_all()
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
-                tensor.register_hook(functools.partial(self.before_backward, unit))
+                # Called after the hooks of the tensor, which close the unit that it went into.
+                tensor.grad_fn.register_prehook(functools.partial(self.before_backward, unit))
 
     def open(self, unit, order):
         """Have the unit's weights here whole, and those of the next on their way."""
@@ -562,20 +561,6 @@ class ZeRO(nn.Module):
         raise TypeError(
             "a ZeRO cannot be copied or saved, it is tied to its ranks: save full_state_dict()"
         )
-
-
-class _Watch(torch.autograd.Function):
-    """Passes tensors through; `closing()` is called once all their gradients are there."""
-
-    @staticmethod
-    def forward(ctx, closing, *tensors):
-        ctx.closing = closing
-        return tensors
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        ctx.closing()
-        return None, *gradients
 
 
 def _zeros_of(optimizer):

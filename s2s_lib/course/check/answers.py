@@ -1,4 +1,4 @@
-"""What the checks of all lessons share: run an answer on real ranks, compare, say where it fails."""
+"""What all checks share: run an answer on real ranks, compare, and say where it is wrong."""
 
 from typing import Any, NamedTuple
 
