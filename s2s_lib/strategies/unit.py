@@ -173,19 +173,15 @@ def choose(module, chosen):
 
 def repeated_blocks(module):
     """The members of every outermost list of two or more modules of one class."""
-    found = []
-    for child in module.children():
-        members = list(child.children())
-        alike = len(members) > 1 and len({type(m) for m in members}) == 1
-        if (
-            isinstance(child, (nn.ModuleList, nn.Sequential))
-            and alike
-            and any(True for _ in members[0].parameters())
-        ):
-            found += members
-        else:
-            found += repeated_blocks(child)
-    return found
+    members = list(module.children())
+    alike = len(members) > 1 and len({type(member) for member in members}) == 1
+    if alike and isinstance(module, (nn.ModuleList, nn.Sequential)) and has_parameters(members[0]):
+        return members
+    return [block for member in members for block in repeated_blocks(member)]
+
+
+def has_parameters(module):
+    return any(True for _ in module.parameters())
 
 
 def materialise(module: nn.Module, root: nn.Module):
