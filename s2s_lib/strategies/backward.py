@@ -1,9 +1,11 @@
 """When a backward begins and ends, for strategies that have work to do around it."""
 
+import dataclasses
 import functools
 import weakref
 
 import torch
+from torch.utils import _pytree as pytree
 
 
 class Backward:
@@ -33,3 +35,13 @@ class Backward:
     def end(self):
         self.ending = None
         self.at_end()
+
+
+def tensors_in(tree):
+    """Every tensor in nested containers and dataclasses."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = dataclasses.fields(leaf)
+            yield from tensors_in([getattr(leaf, field.name, None) for field in fields])

@@ -13,19 +13,17 @@ all_reduce, communication hooks, static graphs. (Li et al., VLDB 2020.)
 """
 
 import contextlib
-import dataclasses
 import functools
 from numbers import Real
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from s2s_lib.collectives.background import background
 from s2s_lib.collectives.functions import all_gather, all_reduce
 from s2s_lib.ranks.connection import mark
 from s2s_lib.ranks.group import Group
-from s2s_lib.strategies.backward import Backward
+from s2s_lib.strategies.backward import Backward, tensors_in
 from s2s_lib.strategies.bucket import Bucket
 from s2s_lib.strategies.replicas import check_same, claim, copy_from, copy_state, refuse_claimed
 
@@ -254,13 +252,3 @@ class DDP(nn.Module):
             self.send(bucket)
         self.wait_for_buckets()
         self.zero_grad()
-
-
-def tensors_in(tree):
-    """Every tensor in nested containers and dataclasses."""
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            fields = dataclasses.fields(leaf)
-            yield from tensors_in([getattr(leaf, field.name, None) for field in fields])

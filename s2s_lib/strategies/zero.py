@@ -35,8 +35,7 @@ from s2s_lib.collectives.functions import all_gather, all_reduce
 from s2s_lib.ranks.connection import current, mark
 from s2s_lib.ranks.group import Group, check_group
 from s2s_lib.strategies import optimizer_state
-from s2s_lib.strategies.backward import Backward
-from s2s_lib.strategies.ddp import tensors_in
+from s2s_lib.strategies.backward import Backward, tensors_in
 from s2s_lib.strategies.grads import cut_over
 from s2s_lib.strategies.replicas import (
     check_same,
