@@ -111,40 +111,18 @@ class ZeRO(nn.Module):
         sync_every: int = 1,
     ):
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"ZeRO wraps a torch.nn.Module, got {module!r}")
+        check_options(module, stage, replicate, param_dtype, sync_every)
         check_group(group)
-        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-            raise ValueError(
-                f"stage={stage!r}: 0 cuts nothing, 1 optimizer state, 2 gradients too, "
-                "3 weights too"
-            )
-        if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
-            raise ValueError(
-                f"sync_every={sync_every!r}: average the replicas every 1, 2, ... steps"
-            )
-        if sync_every > 1 and replicate is None:
-            raise ValueError(
-                f"sync_every={sync_every} says how often replicas are averaged, and "
-                "there are none: give replicate="
-            )
-        if param_dtype is not None and not (
-            isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point
-        ):
-            raise ValueError(f"param_dtype={param_dtype!r}: give a floating dtype or None")
-        if not any(True for _ in module.parameters()):
-            raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to cut")
-        copies = (group,) if replicate is None else (replicate, group)
+        # Between replicas first, so that what is then copied inside is the same everywhere.
+        self.copies = (group,) if replicate is None else (replicate, group)
         if replicate is not None:
-            check_group(replicate)
             check_tiles(group, replicate)
-        for ranks in copies:
+        for ranks in self.copies:
             check_same(module, ranks)
         refuse_claimed(module.named_parameters())
         self.module = module
         self.stage, self.group, self.replicate = stage, group, replicate
         self.param_dtype, self.prefetch, self.sync_every = param_dtype, prefetch, sync_every
-        self.copies = copies
         self.shard_group = Group((group.ranks[group.rank],), 0) if stage == 0 else group
         averaged = [group] if stage == 0 else []
         self.averaged_over = averaged + ([replicate] if replicate and sync_every == 1 else [])
@@ -159,20 +137,21 @@ class ZeRO(nn.Module):
         # In the order of the last forward, which is the order to expect of the next.
         self.order, self.seen = list(self.units), []
         self.reducing = None
-        for unit in self.units:
-            unit.module.register_forward_pre_hook(
-                functools.partial(self.before_forward, unit), with_kwargs=True
-            )
-            unit.module.register_forward_hook(
-                functools.partial(self.after_forward, unit), always_call=True
-            )
-        for name, inner in module.named_modules():
-            if any(True for _ in inner.parameters(recurse=False)):
-                inner.register_forward_pre_hook(functools.partial(self.check_open, name))
         self.narrow_gradients = []
+        self.watch_forwards()
         _watch_optimizers()
 
     # Construction
+
+    def watch_forwards(self):
+        for unit in self.units:
+            before = functools.partial(self.before_forward, unit)
+            after = functools.partial(self.after_forward, unit)
+            unit.module.register_forward_pre_hook(before, with_kwargs=True)
+            unit.module.register_forward_hook(after, always_call=True)
+        for name, inner in self.module.named_modules():
+            if any(True for _ in inner.parameters(recurse=False)):
+                inner.register_forward_pre_hook(functools.partial(self.check_open, name))
 
     def cut_up(self):
         """Draw what is on the meta device, copy the first rank's values, cut unit by unit."""
@@ -189,7 +168,6 @@ class ZeRO(nn.Module):
         self.copy_first(list(self.module.buffers()))
 
     def copy_first(self, tensors):
-        # Between replicas first, so that what is then copied inside is the same everywhere.
         for ranks in self.copies:
             copy_from(tensors, ranks)
 
@@ -273,7 +251,7 @@ class ZeRO(nn.Module):
         if self.backward.running:
             # Backward is about to use what was computed again.
             return
-        self.close(unit)
+        unit.rest()
         if unit is self.root:
             self.order = list(dict.fromkeys([*self.seen, *self.units]))
             self.close_all()
@@ -314,9 +292,6 @@ class ZeRO(nn.Module):
                 "get each other's weights: all must run the same units"
             )
 
-    def close(self, unit):
-        unit.rest()
-
     def close_all(self):
         for unit in self.units:
             unit.rest()
@@ -353,20 +328,25 @@ class ZeRO(nn.Module):
 
     def after_backward(self, unit):
         """When the gradients of the unit's inputs are there."""
-        self.close(unit)
+        unit.rest()
         self.reduce_complete()
 
     def gradient_arrived(self, unit, flat, i, parameter):
-        self.check_gradient(flat, i)
+        self.check_gradient(unit, flat, i)
         self.begin_backward()
         flat.take(i)
         if unit.complete:
             if self.stage == 3 and not unit.watched and unit is not self.root:
-                self.close(unit)
+                unit.rest()
             self.reduce_complete()
 
-    def check_gradient(self, flat, i):
+    def check_gradient(self, unit, flat, i):
         gradient = flat.parameters[i].grad
+        if unit.reduced and self.backward.running:
+            raise RuntimeError(
+                f"the gradient of {flat.names[i]} arrived again after those of {unit.name} were "
+                "reduced: checkpoint with use_reentrant=False"
+            )
         if gradient.requires_grad:
             raise RuntimeError(
                 "backward(create_graph=True) would differentiate through the reduction, which is "
@@ -435,7 +415,7 @@ class ZeRO(nn.Module):
         if type(optimizer).__name__ in NOT_ELEMENTWISE:
             raise TypeError(
                 f"{type(optimizer).__name__} looks at whole tensors, and here are shards: use an "
-                " elementwise optimizer (SGD, Adam, AdamW, RMSprop, ...)"
+                "elementwise optimizer (SGD, Adam, AdamW, RMSprop, ...)"
             )
         if any(unit.has_local for unit in self.units):
             raise RuntimeError(
@@ -453,7 +433,7 @@ class ZeRO(nn.Module):
                     raise RuntimeError(
                         f"the optimizer's {key} has shape {tuple(value.shape)}, this rank's shard "
                         f"{tuple(parameter.shape)}: it is from before ZeRO, or of another layout; "
-                        " build it after wrapping, load with load_full_optimizer_state_dict"
+                        "build it after wrapping, load with load_full_optimizer_state_dict"
                     )
         mixed = {id(f): f for p in parameters if (f := self.flat_of[p]).mixed}.values()
         self.narrow_gradients = [(flat, flat.widen_gradients()) for flat in mixed]
@@ -560,6 +540,30 @@ class ZeRO(nn.Module):
         raise TypeError(
             "a ZeRO cannot be copied or saved, it is tied to its ranks: save full_state_dict()"
         )
+
+
+def check_options(module, stage, replicate, param_dtype, sync_every):
+    """Errors for what makes no sense whatever the ranks are."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"ZeRO wraps a torch.nn.Module, got {module!r}")
+    if not any(True for _ in module.parameters()):
+        raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to cut")
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ValueError(
+            f"stage={stage!r}: 0 cuts nothing, 1 optimizer state, 2 gradients too, 3 weights too"
+        )
+    if replicate is not None:
+        check_group(replicate)
+    if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
+        raise ValueError(f"sync_every={sync_every!r}: average the replicas every 1, 2, ... steps")
+    if sync_every > 1 and replicate is None:
+        raise ValueError(
+            f"sync_every={sync_every} says how often replicas are averaged, and there are none: "
+            "give replicate="
+        )
+    narrow = isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point
+    if param_dtype is not None and not narrow:
+        raise ValueError(f"param_dtype={param_dtype!r}: give a floating dtype or None")
 
 
 def _zeros_of(optimizer):
