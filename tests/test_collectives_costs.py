@@ -10,6 +10,7 @@ import queue
 import random
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -91,6 +92,8 @@ class Net:
 
 class NetOperation:
     """What an algorithm sees of the wire."""
+
+    wire = types.SimpleNamespace(cluster=None)
 
     def __init__(self, net, group):
         self.net, self.group = net, group

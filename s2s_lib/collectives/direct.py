@@ -5,6 +5,8 @@ but W-1 messages for each rank. What travels is always an input, never a partial
 floats cross the wire as 16 bits and are still added in float32 and rounded once.
 """
 
+import functools
+
 from s2s_lib.collectives.pieces import even_cuts, own_piece, piece, scratch
 
 # Two ranks leave a laptop's cores idle while they add, so it pays to have the next block on its
@@ -13,14 +15,43 @@ PAIR_BLOCK_BYTES = 8 * 2**20
 BLOCK_BYTES = 32 * 2**20
 
 
-def peers(group):
-    """The other ranks, starting after this one, so that not all begin with rank 0."""
-    return [(group.rank + distance) % group.size for distance in range(1, group.size)]
+def peers(operation):
+    """The other ranks in the order in which this one sends to them."""
+    return rotation(operation.group, operation.wire.cluster, 1)
 
 
-def sources(group):
+def sources(operation):
     """The other ranks in the order in which their messages leave for this one."""
-    return [(group.rank - distance) % group.size for distance in range(1, group.size)]
+    return rotation(operation.group, operation.wire.cluster, -1)
+
+
+@functools.lru_cache(maxsize=1024)
+def rotation(group, cluster, direction):
+    """The other places of a group, so that at each step no two ranks send to the same one.
+
+    On equal nodes also so that the ranks of a node never all send to one rank of another: first
+    inside the node, then to the next node, each rank to its counterpart first.
+    """
+    places = places_by_node(group, cluster)
+    if len({len(node) for node in places}) > 1:
+        places = [list(range(group.size))]
+    inside, nodes = len(places[0]), len(places)
+    mine = next(n for n, node in enumerate(places) if group.rank in node)
+    index = places[mine].index(group.rank)
+    return tuple(
+        places[(mine + direction * far) % nodes][(index + direction * near) % inside]
+        for far in range(nodes)
+        for near in range(inside)
+        if far or near
+    )
+
+
+def places_by_node(group, cluster):
+    """The places of the group on each of its nodes; without a cluster all are on one."""
+    nodes = {}
+    for place, rank in enumerate(group.ranks):
+        nodes.setdefault(cluster.node(rank) if cluster else 0, []).append(place)
+    return list(nodes.values())
 
 
 def reduce_scatter(operation, x, out, cuts, reduction):
@@ -33,11 +64,11 @@ def ask_for_inputs(operation, x, cuts, slot=0):
     group = operation.group
     mine = cuts[group.rank + 1] - cuts[group.rank]
     first = slot * (group.size + 1)
-    return [operation.receive(scratch(first + p, mine, x.dtype), p) for p in sources(group)]
+    return [operation.receive(scratch(first + p, mine, x.dtype), p) for p in sources(operation)]
 
 
 def send_inputs(operation, x, cuts):
-    for peer in peers(operation.group):
+    for peer in peers(operation):
         operation.send(piece(x, cuts, peer), peer)
 
 
@@ -66,11 +97,11 @@ def all_gather(operation, x, out, cuts):
 
 
 def ask_for_pieces(operation, out, cuts):
-    return [operation.receive(piece(out, cuts, p), p, 1) for p in sources(operation.group)]
+    return [operation.receive(piece(out, cuts, p), p, 1) for p in sources(operation)]
 
 
 def send_to_all(operation, x):
-    for peer in peers(operation.group):
+    for peer in peers(operation):
         operation.send(x, peer, 1)
 
 
@@ -106,8 +137,8 @@ def add_up_and_tell(operation, reduction, x, out, cuts, inputs):
 def all_to_all(operation, x, out, sending, receiving):
     """Piece j of `x` goes to rank j; piece i of `out` comes from rank i."""
     group = operation.group
-    arrivals = [operation.receive(piece(out, receiving, p), p) for p in sources(group)]
-    for peer in peers(group):
+    arrivals = [operation.receive(piece(out, receiving, p), p) for p in sources(operation)]
+    for peer in peers(operation):
         operation.send(piece(x, sending, peer), peer)
     own_piece(piece(x, sending, group.rank), out, receiving, group.rank)
     wait_for(arrivals)

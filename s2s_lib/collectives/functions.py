@@ -3,10 +3,11 @@
 They return, and never change their argument; `out=` reuses memory (it may be the argument
 itself). Each takes tensors of any shape, strides and dtype that torch has, empty ones included;
 a group of one is the same code with nobody to send to. `algorithm` names one of `ALGORITHMS` (the
-default chooses, see `choose`). Where the input requires a gradient the result carries it
-(autograd.py). All ranks must pass the same shape, dtype and options; where they do not, the
-messages find no partner and the launch ends at its timeout with a table, or at once with
-`launch(..., check=True)`.
+default chooses, see `choose`). A `label` keeps a call apart from others of the same shape: ranks
+that give different ones do not take each other's bytes. Where the input requires a gradient the
+result carries it (autograd.py). All ranks must pass the same shape, dtype and options; where they
+do not, the messages find no partner and the launch ends at its timeout with a table, or at once
+with `launch(..., check=True)`.
 """
 
 import functools
@@ -114,7 +115,9 @@ def reduce(tensor, group: Group, root: int = 0, op: str = "sum", algorithm="auto
     return result.done()
 
 
-def all_reduce(tensor, group: Group, op: str = "sum", algorithm: str = "auto", out=None):
+def all_reduce(
+    tensor, group: Group, op: str = "sum", algorithm: str = "auto", out=None, label: str = ""
+):
     """Every rank gets the reduction of all ranks' tensors, bit for bit the same.
 
     `op` is sum, avg, max, min or prod; 16-bit floats are added in float32 and rounded once. By
@@ -131,7 +134,8 @@ def all_reduce(tensor, group: Group, op: str = "sum", algorithm: str = "auto", o
     run, name = pick("all_reduce", algorithm, tensor.nbytes, group, reduction.widens)
     x = flat(tensor)
     result = Result(out, tensor.shape, tensor)
-    with Operation("all_reduce", group, tensor.shape, tensor.dtype, (op, name)) as operation:
+    detail = (op, name, label) if label else (op, name)
+    with Operation("all_reduce", group, tensor.shape, tensor.dtype, detail) as operation:
         if reduction.widens and name != "direct":
             wide = x.to(reduction.dtype)
             run(operation, wide, wide, reduction)
@@ -141,7 +145,9 @@ def all_reduce(tensor, group: Group, op: str = "sum", algorithm: str = "auto", o
     return result.done()
 
 
-def reduce_scatter(tensor, group: Group, op="sum", algorithm="auto", out=None, sizes=None):
+def reduce_scatter(
+    tensor, group: Group, op="sum", algorithm="auto", out=None, sizes=None, label: str = ""
+):
     """The reduction of all ranks' tensors, of which rank i gets the i-th part along dim 0.
 
     The parts are equal unless `sizes` lists the rows for each rank. Each rank sends (W-1)/W of
@@ -163,7 +169,7 @@ def reduce_scatter(tensor, group: Group, op="sum", algorithm="auto", out=None, s
     x = flat(tensor)
     cuts = flat_cuts(rows, tensor.shape)
     result = Result(out, (rows[group.rank], *tensor.shape[1:]), tensor)
-    detail = (op, name) if sizes is None else (op, name, rows)
+    detail = (op, name, *([] if sizes is None else [rows]), *([label] if label else []))
     with Operation("reduce_scatter", group, tensor.shape, tensor.dtype, detail) as operation:
         if reduction.widens and name != "direct":
             total = result.flat.new_empty(result.flat.numel(), dtype=reduction.dtype)
@@ -174,7 +180,9 @@ def reduce_scatter(tensor, group: Group, op="sum", algorithm="auto", out=None, s
     return result.done()
 
 
-def all_gather(tensor, group: Group, algorithm: str = "auto", out=None, sizes=None):
+def all_gather(
+    tensor, group: Group, algorithm: str = "auto", out=None, sizes=None, label: str = ""
+):
     """All ranks' tensors, one after the other along dim 0, on every rank.
 
     They have the same shape unless `sizes` lists the rows of each rank, or is "exchange": then
@@ -193,7 +201,8 @@ def all_gather(tensor, group: Group, algorithm: str = "auto", out=None, sizes=No
     shape, other_shape, said, detail, cuts = gathered_layout(tensor.shape, rows)
     result = Result(out, shape, tensor, other_shape)
     run, name = pick("all_gather", algorithm, result.flat.nbytes, group)
-    with Operation("all_gather", group, said, tensor.dtype, (name, *detail)) as operation:
+    detail = (name, *detail, label) if label else (name, *detail)
+    with Operation("all_gather", group, said, tensor.dtype, detail) as operation:
         run(operation, x, result.flat, cuts)
     return result.done()
 

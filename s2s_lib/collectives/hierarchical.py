@@ -21,15 +21,13 @@ def levels(group):
     cluster = current().cluster
     if cluster is None:
         raise ValueError("a hierarchical all_reduce needs launch(..., cluster=...) to know nodes")
-    nodes = {}
-    for place, rank in enumerate(group.ranks):
-        nodes.setdefault(cluster.node(rank), []).append(place)
-    if len({len(places) for places in nodes.values()}) > 1:
-        held = {node: len(places) for node, places in nodes.items()}
+    nodes = direct.places_by_node(group, cluster)
+    if len({len(places) for places in nodes}) > 1:
+        held = {cluster.node(group.ranks[places[0]]): len(places) for places in nodes}
         raise ValueError(f"a hierarchical all_reduce needs equal nodes, got ranks per node {held}")
-    mine = next(places for places in nodes.values() if group.rank in places)
+    mine = next(places for places in nodes if group.rank in places)
     index = mine.index(group.rank)
-    return group.subgroup(mine), group.subgroup([places[index] for places in nodes.values()])
+    return group.subgroup(mine), group.subgroup([places[index] for places in nodes])
 
 
 def all_reduce(operation, x, out, reduction):

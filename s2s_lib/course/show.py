@@ -69,6 +69,36 @@ def row_ddp(parameters: int, ranks: int) -> Row:
     return Row(f"DDP, {ranks} ranks", alone.weights, alone.gradients, alone.optimizer, sent)
 
 
+def row_hybrid(parameters: int, shard: int, replicate: int) -> Row:
+    """ZeRO-3 inside a node of `shard` ranks, `replicate` nodes: a shard of everything is held.
+
+    Sent per rank: 3(S-1)/S of the weights' bytes inside, 2(R-1)/R of a shard between nodes.
+    """
+    alone = row_one_process(parameters)
+    held = [kind / shard for kind in (alone.weights, alone.gradients, alone.optimizer)]
+    inside = 3 * (shard - 1) / shard * alone.weights
+    between = 2 * (replicate - 1) / replicate * alone.gradients / shard
+    return Row(f"hybrid shard, {replicate} x {shard} ranks", *held, inside + between)
+
+
+def row_zero(parameters: int, ranks: int, stage: int) -> Row:
+    """ZeRO at stage 0 to 3: of W ranks each holds 1/W of the optimizer state (from stage 1 on), of
+    the gradients (2) and of the weights (3). It sends (W-1)/W of the weights' bytes to reduce
+    gradients and as much for each gather of the weights: one a step, at stage 3 two. (Stage 0
+    averages whole gradients, which costs the same as stages 1 and 2.)
+    """
+    alone = row_one_process(parameters)
+    weights, gradients, optimizer = (ranks if stage >= first else 1 for first in (3, 2, 1))
+    sent = (3 if stage == 3 else 2) * (ranks - 1) / ranks * alone.weights
+    return Row(
+        f"ZeRO-{stage}, {ranks} ranks",
+        alone.weights / weights,
+        alone.gradients / gradients,
+        alone.optimizer / optimizer,
+        sent,
+    )
+
+
 class Table:
     """A Markdown table that a notebook shows as the last line of a cell."""
 

@@ -191,6 +191,8 @@ def _storages(tensors):
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             yield from _storages(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        elif tensor.is_meta:
+            continue
         elif tensor.layout is torch.sparse_coo:
             yield from _storages([tensor._indices(), tensor._values()])
         else:

@@ -37,6 +37,18 @@ class Backward:
         self.at_end()
 
 
+def weakly(method, *args):
+    """`method` with these first arguments, for a hook of a parameter: torch keeps such hooks out
+    of the garbage collector's sight, so what they hold, and all that it holds, is never freed."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*more):
+        bound = reference()
+        return bound(*args, *more) if bound is not None else None
+
+    return call
+
+
 def tensors_in(tree):
     """Every tensor in nested containers and dataclasses."""
     for leaf in pytree.tree_leaves(tree):

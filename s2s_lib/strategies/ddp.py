@@ -23,7 +23,7 @@ from s2s_lib.collectives.background import background
 from s2s_lib.collectives.functions import all_gather, all_reduce
 from s2s_lib.ranks.connection import mark
 from s2s_lib.ranks.group import Group
-from s2s_lib.strategies.backward import Backward, tensors_in
+from s2s_lib.strategies.backward import Backward, tensors_in, weakly
 from s2s_lib.strategies.bucket import Bucket
 from s2s_lib.strategies.replicas import check_same, claim, copy_from, copy_state, refuse_claimed
 
@@ -68,6 +68,14 @@ class DDP(nn.Module):
             raise TypeError(f"DDP wraps a torch.nn.Module, got {module!r}")
         if not isinstance(bucket_mb, Real) or not bucket_mb > 0:
             raise ValueError(f"bucket_mb={bucket_mb!r}: give MiB above 0")
+        # A DDP inside averages its own; averaging twice would send the bytes twice.
+        inside = {id(p) for m in module.modules() if isinstance(m, DDP) for p in m.parameters()}
+        mine = [
+            (name, p)
+            for name, p in module.named_parameters()
+            if p.requires_grad and id(p) not in inside
+        ]
+        refuse_claimed(mine)
         self.module = module
         self.group = group
         self.overlap = overlap
@@ -76,41 +84,26 @@ class DDP(nn.Module):
         check_same(module, group)
         copy_from([*module.parameters(), *module.buffers()], group)
         self.buffers_from = 0
-        self.buckets = self.make_buckets(bucket_mb * 2**20)
-        for bucket in self.buckets:
+        self.known = {id(p) for p in module.parameters()}
+        self.frozen = [p for p in module.parameters() if not p.requires_grad]
+        self.buckets = make_buckets(mine, bucket_mb * 2**20)
+        claim(mine)
+        for number, bucket in enumerate(self.buckets):
             for i, parameter in enumerate(bucket.parameters):
-                hook = functools.partial(self.gradient_arrived, bucket, i)
+                hook = weakly(self.gradient_arrived, number, i)
                 parameter.register_post_accumulate_grad_hook(hook)
-
-    def make_buckets(self, limit) -> list[Bucket]:
-        """Trainable parameters, last first, in runs of one dtype up to `limit` bytes."""
-        # A DDP inside averages its own; averaging twice would send the bytes twice.
-        inside = {
-            id(p) for m in self.module.modules() if isinstance(m, DDP) for p in m.parameters()
-        }
-        self.frozen = [p for p in self.module.parameters() if not p.requires_grad]
-        runs, filling = [], {}
-        for name, parameter in reversed(list(self.module.named_parameters())):
-            if not parameter.requires_grad or id(parameter) in inside:
-                continue
-            run = filling.get(parameter.dtype)
-            if run is None or run[2] + parameter.nbytes > limit:
-                run = filling[parameter.dtype] = [[], [], 0]
-                runs.append(run)
-            run[0].append(name)
-            run[1].append(parameter)
-            run[2] += parameter.nbytes
-        for names, parameters, _ in runs:
-            named = list(zip(names, parameters, strict=True))
-            refuse_claimed(named)
-            claim(named)
-        return [Bucket(names, parameters) for names, parameters, _ in runs]
 
     def forward(self, *args, **kwargs):
         if any(p.requires_grad for p in self.frozen):
             raise RuntimeError(
                 "a parameter that was frozen when DDP was built is trainable now, and would not "
                 "be averaged: set requires_grad first, then build DDP"
+            )
+        new = [name for name, p in self.module.named_parameters() if id(p) not in self.known]
+        if new:
+            raise RuntimeError(
+                f"{new[0]} is new since DDP was built, and would not be averaged: finish the "
+                "module first, then build DDP"
             )
         outputs = self.module(*args, **kwargs)
         if self.training and self.syncing:
@@ -154,16 +147,17 @@ class DDP(nn.Module):
         self.backward.begin()
         _running[:] = [ddp for ddp in _running if ddp.backward.running and ddp is not self] + [self]
 
-    def gradient_arrived(self, bucket, i, parameter):
+    def gradient_arrived(self, number, i, parameter):
         """Each time a parameter's gradient was added to."""
         if not self.syncing:
             return
+        bucket = self.buckets[number]
         self.begin_backward()
         self.check_gradient(bucket, i)
         bucket.take(i)
         bucket.arrived[i] += 1
         if bucket.complete:
-            mark(f"bucket {self.buckets.index(bucket)} ready")
+            mark(f"bucket {number} ready")
             if self.overlap:
                 self.send_complete()
 
@@ -252,3 +246,17 @@ class DDP(nn.Module):
             self.send(bucket)
         self.wait_for_buckets()
         self.zero_grad()
+
+
+def make_buckets(named, limit) -> list[Bucket]:
+    """Parameters given with their names, last first, in runs of one dtype up to `limit` bytes."""
+    runs, filling = [], {}
+    for name, parameter in reversed(named):
+        run = filling.get(parameter.dtype)
+        if run is None or run[2] + parameter.nbytes > limit:
+            run = filling[parameter.dtype] = [[], [], 0]
+            runs.append(run)
+        run[0].append(name)
+        run[1].append(parameter)
+        run[2] += parameter.nbytes
+    return [Bucket(names, parameters) for names, parameters, _ in runs]

@@ -35,6 +35,7 @@ class Flat:
         self.names, self.parameters, self.group = names, parameters, group
         self.keep_full, self.keep_local = keep_full, keep_local
         first = parameters[0]
+        self.label = names[0]
         self.trainable = first.requires_grad
         self.dtype = first.dtype
         mixed = working_dtype is not None and first.is_floating_point()
@@ -48,6 +49,7 @@ class Flat:
         self.numel = numel
         self.piece = -(-numel // group.size)
         self.begin = group.rank * self.piece
+        self.in_use = False
         self.make_weights()
         # What happened since the last reduction and in this backward, for each parameter.
         self.has = [False] * len(parameters)
@@ -113,6 +115,11 @@ class Flat:
 
     def rest(self):
         """Each parameter is its shard; the full weights are freed unless they are kept."""
+        if self.versions != (versions := [p._version for p in self.parameters]) and self.in_use:
+            # The module changed its weights while it ran.
+            self.keep()
+            self.versions = versions
+        self.in_use = False
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
             parameter.data = shard
         if not self.keep_full:
@@ -120,8 +127,14 @@ class Flat:
 
     def use(self):
         """Each parameter is its whole self; the full weights must be there."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.data = view
+        for i, parameter in enumerate(self.parameters):
+            if not self.in_use and parameter.data_ptr() != self.shards[i].data_ptr():
+                raise RuntimeError(
+                    f"{self.names[i]} was given other memory (`p.data = ...`), and the sharded row "
+                    "did not see it: write into it in place, under torch.no_grad()"
+                )
+            parameter.data = self.views[i]
+        self.in_use = True
 
     @property
     def stale(self) -> bool:
@@ -147,7 +160,7 @@ class Flat:
 
     def gather(self):
         """Collective: all pieces of the full weights; sends (W-1)/W of their bytes."""
-        all_gather(self.working, self.group, ALGORITHM, out=self.full)
+        all_gather(self.working, self.group, ALGORITHM, out=self.full, label=self.label)
 
     def keep(self):
         """What is in the full weights becomes what the optimizer sees."""
@@ -190,11 +203,12 @@ class Flat:
             if not has:
                 self.whole(self.local, i).fill_(-0.0)
         mine = self.own(self.local)
-        out = mine if self.keep_local else torch.empty_like(mine)
-        reduce_scatter(self.local, self.group, "avg", ALGORITHM, out=out)
+        self.reduced = mine if self.keep_local else torch.empty_like(mine)
+        # The average of complex numbers would lose the sign of zero.
+        local, out = as_real(self.local), as_real(self.reduced)
+        reduce_scatter(local, self.group, "avg", ALGORITHM, out=out, label=self.label)
         for group in averaged_over:
-            all_reduce(out, group, "avg", ALGORITHM, out=out)
-        self.reduced = out
+            all_reduce(out, group, "avg", ALGORITHM, out=out, label=self.label)
 
     def drop_local(self):
         if not self.keep_local:
@@ -255,6 +269,11 @@ class Flat:
         """Of a whole tensor of parameter i, what belongs to this rank's shard of it."""
         first, last = self.span(i)
         return tensor.reshape(-1)[first:last].view(self.shards[i].shape)
+
+
+def as_real(flat):
+    """A complex row as one of twice as many real numbers, in the same memory."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def nobody_had(gradient) -> bool:

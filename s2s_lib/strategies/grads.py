@@ -64,10 +64,6 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 
 
 def power(gradient, norm_type):
     """The sum of |g|^norm_type, in float64; for inf the largest |g|."""
-    norm = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=wide(gradient.dtype))
-    return norm.double() if math.isinf(norm_type) else norm.double() ** norm_type
-
-
-def wide(dtype):
-    """At least float32, for sums of many squares."""
-    return torch.promote_types(dtype, torch.float32)
+    wide = torch.promote_types(gradient.dtype, torch.float64)
+    norm = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=wide)
+    return norm if math.isinf(norm_type) else norm**norm_type

@@ -8,6 +8,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from s2s_lib.strategies.replicas import exchange
 
+# What torch's optimizers keep as one number for a parameter, beside what they keep for each of its
+# elements; for a parameter that is a number itself the shapes do not tell.
+NUMBERS = ("step", "mu_product", "eta", "mu")
+
 
 def gather(model, optimizer) -> dict:
     """{"state": {name: {key: value}}, "param_groups": [...]}, the same on all ranks of the group.
@@ -61,7 +65,9 @@ def load(model, optimizer, state: dict):
         i = place(flat, parameter)
         optimizer.state[parameter] = {
             key: flat.part_of(value, i).clone()
-            if isinstance(value, torch.Tensor) and value.shape == flat.shapes[i] and key != "step"
+            if isinstance(value, torch.Tensor)
+            and value.shape == flat.shapes[i]
+            and key not in NUMBERS
             else value.clone()
             if isinstance(value, torch.Tensor)
             else value

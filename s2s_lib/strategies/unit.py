@@ -20,6 +20,8 @@ class Unit:
         self.flats = []
         self.coming = None
         self.is_open = self.stashed = self.reduced = self.watched = False
+        # Forwards to be differentiated since the last backward ended.
+        self.uses = 0
 
     @property
     def parameters(self):
@@ -47,11 +49,13 @@ class Unit:
         return any(flat.stale for flat in self.flats)
 
     def prepare(self):
-        for flat in self.flats:
+        """Memory for the flats that are not up to date: what `gather` fills."""
+        self.due = [flat for flat in self.flats if flat.stale]
+        for flat in self.due:
             flat.prepare()
 
     def gather(self):
-        for flat in self.flats:
+        for flat in self.due:
             flat.gather()
 
     def arrive(self):
@@ -80,6 +84,13 @@ class Unit:
 
     @property
     def complete(self):
+        """Whether all gradients of this backward are known to be there.
+
+        In mixed precision autograd forgets a parameter's gradient node when its dtype changes, so
+        each use brings a gradient of its own: then only the end of backward knows.
+        """
+        if self.uses > 1 and any(flat.mixed for flat in self.trainable):
+            return False
         return all(all(flat.arrived) for flat in self.trainable)
 
     @property
@@ -117,6 +128,7 @@ class Unit:
             elif self.stashed:
                 flat.put_back()
         self.stashed = False
+        self.uses = 0
 
     def forget(self):
         for flat in self.trainable:
@@ -160,6 +172,8 @@ def enclosing(path, paths):
 def choose(module, chosen):
     if chosen is None:
         return repeated_blocks(module)
+    if isinstance(chosen, str):
+        raise TypeError(f"units is a class of modules or a list of modules, got {chosen!r}")
     if isinstance(chosen, type):
         found = [m for m in module.modules() if isinstance(m, chosen)]
         if not found:

@@ -35,13 +35,14 @@ from s2s_lib.collectives.functions import all_gather, all_reduce
 from s2s_lib.ranks.connection import current, mark
 from s2s_lib.ranks.group import Group, check_group
 from s2s_lib.strategies import optimizer_state
-from s2s_lib.strategies.backward import Backward, tensors_in
+from s2s_lib.strategies.backward import Backward, tensors_in, weakly
 from s2s_lib.strategies.grads import cut_over
 from s2s_lib.strategies.replicas import (
     check_same,
     check_tiles,
     claim,
     copy_from,
+    exchange,
     refuse_claimed,
 )
 from s2s_lib.strategies.unit import make_units, materialise
@@ -95,8 +96,11 @@ class ZeRO(nn.Module):
     `units` are modules (a class, or a list of modules) whose parameters are to travel together; a
     parameter used in two units belongs to the innermost one around both. Parameters of several
     dtypes, and frozen ones, each have a buffer of their own. `clip_grad_norm_` knows the shards.
-    Gradients average over ranks as in DDP: see there for unequal batches. A process runs one
-    backward at a time. Use weights between forwards under `with model.gathered():`.
+    Gradients average over ranks as in DDP: see there for unequal batches. At stage 3 all ranks run
+    the same units in the same order; what one may skip goes into a larger unit. A process runs one
+    backward at a time. Use weights outside of their unit's forward under `with model.gathered():`;
+    elsewhere they read as shards. Change shards in place under `torch.no_grad()`: through `.data`
+    stages 1 and 2 do not notice, unless an optimizer of torch's class does it.
     """
 
     def __init__(
@@ -115,11 +119,23 @@ class ZeRO(nn.Module):
         check_group(group)
         # Between replicas first, so that what is then copied inside is the same everywhere.
         self.copies = (group,) if replicate is None else (replicate, group)
+        refuse_claimed(module.named_parameters())
+        self.units = make_units(module, units)
+        copies = None if replicate is None else replicate.size
+        options = {
+            "stage": stage,
+            "replicate": copies,
+            "units": [u.name for u in self.units],
+            "param_dtype": param_dtype,
+            "prefetch": prefetch,
+            "sync_every": sync_every,
+        }
+        check_options_same(options, group)
         if replicate is not None:
+            check_options_same(options, replicate)
             check_tiles(group, replicate)
         for ranks in self.copies:
             check_same(module, ranks)
-        refuse_claimed(module.named_parameters())
         self.module = module
         self.stage, self.group, self.replicate = stage, group, replicate
         self.param_dtype, self.prefetch, self.sync_every = param_dtype, prefetch, sync_every
@@ -130,12 +146,11 @@ class ZeRO(nn.Module):
         self.backward = Backward(self.end_backward)
         self.unfinished = False
         self.steps = weakref.WeakKeyDictionary()
-        self.units = make_units(module, units)
         self.flat_of, self.unit_of = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.cut_up()
         claim(module.named_parameters())
         # In the order of the last forward, which is the order to expect of the next.
-        self.order, self.seen = list(self.units), []
+        self.order, self.seen = [self.root, *self.units[:-1]], []
         self.reducing = None
         self.narrow_gradients = []
         self.watch_forwards()
@@ -178,13 +193,14 @@ class ZeRO(nn.Module):
             if self.shard_group.size > 1:
                 cut_over(parameter, self.shard_group)
             if flat.trainable:
-                hook = functools.partial(self.gradient_arrived, unit, flat, i)
+                numbers = self.units.index(unit), unit.flats.index(flat), i
+                hook = weakly(self.gradient_arrived, *numbers)
                 parameter.register_post_accumulate_grad_hook(hook)
 
     # Forward
 
     def forward(self, *args, **kwargs):
-        self.check_trainable()
+        self.check_parameters()
         if self.training and self.syncing and self.copies[-1].size * self.copies[0].size > 1:
             self.copy_first(list(self.module.buffers()))
         if self.param_dtype is not None:
@@ -195,7 +211,13 @@ class ZeRO(nn.Module):
         floating = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(self.param_dtype) if floating else value
 
-    def check_trainable(self):
+    def check_parameters(self):
+        for name, parameter in self.module.named_parameters():
+            if parameter not in self.flat_of:
+                raise RuntimeError(
+                    f"{name} is new since ZeRO was built, and would be neither cut nor averaged: "
+                    "finish the module first, then build ZeRO"
+                )
         for unit in self.units:
             for flat in unit.flats:
                 for name, parameter in zip(flat.names, flat.parameters, strict=True):
@@ -214,11 +236,13 @@ class ZeRO(nn.Module):
             self.recover()
             self.seen = []
         if self.backward.running:
-            # A checkpoint that is computed again.
+            # A checkpoint that is computed again, perhaps with a backward of its own.
             self.open(unit, self.backward_order())
+            unit.stash()
         else:
             self.seen.append(unit)
             self.open(unit, self.order)
+            unit.uses += torch.is_grad_enabled()
         if self.stage == 3 and torch.is_grad_enabled():
             self.watch_inputs(unit, (args, kwargs))
 
@@ -234,7 +258,7 @@ class ZeRO(nn.Module):
 
     def watch_inputs(self, unit, inputs):
         """Have `after_backward` called once the gradients of all inputs are there."""
-        tensors = {id(t): t for t in tensors_in(inputs) if t.grad_fn is not None}
+        tensors = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
         unit.watched = bool(tensors)
         # Numbers, not tensors: what a hook of a tensor holds must not hold the tensor.
         waiting = set(tensors)
@@ -245,7 +269,9 @@ class ZeRO(nn.Module):
                 self.after_backward(unit)
 
         for number, tensor in tensors.items():
-            tensor.register_hook(functools.partial(one_is_there, number))
+            # One that nothing was computed from outlives the backward, and so would its hook.
+            if tensor.grad_fn is not None:
+                tensor.register_hook(functools.partial(one_is_there, number))
 
     def after_forward(self, unit, _, args, outputs):
         if self.backward.running:
@@ -253,9 +279,20 @@ class ZeRO(nn.Module):
             return
         unit.rest()
         if unit is self.root:
-            self.order = list(dict.fromkeys([*self.seen, *self.units]))
+            if self.stage == 3:
+                self.order = list(dict.fromkeys([*self.seen, *self.order]))
+            else:
+                # Those that this rank has not used, and others may have.
+                self.fetch_before(len(self.order))
             self.close_all()
-        for tensor in tensors_in(outputs):
+        tensors = list(tensors_in(outputs))
+        if torch.is_grad_enabled() and unit.trainable and outputs is not None and not tensors:
+            raise TypeError(
+                f"{unit.name} returns a {type(outputs).__name__}, and ZeRO finds no tensor in it "
+                "by which to know when its backward begins: return tensors, tuples, dictionaries "
+                "or dataclasses"
+            )
+        for tensor in tensors:
             if tensor.grad_fn is not None:
                 # Called after the hooks of the tensor, which close the unit that it went into.
                 tensor.grad_fn.register_prehook(functools.partial(self.before_backward, unit))
@@ -263,6 +300,8 @@ class ZeRO(nn.Module):
     def open(self, unit, order):
         """Have the unit's weights here whole, and those of the next on their way."""
         if not unit.is_open:
+            if self.stage < 3 and not self.backward.running:
+                self.fetch_before(order.index(unit))
             if unit.coming is None and unit.stale:
                 self.fetch(unit)
             unit.use()
@@ -271,6 +310,13 @@ class ZeRO(nn.Module):
             for other in following:
                 if not other.is_open and other.coming is None and other.stale:
                     self.fetch(other, ahead=True)
+
+    def fetch_before(self, place):
+        """Where full weights are kept, all ranks gather all units in one order, used or not: then
+        a rank may run others than the rest."""
+        for unit in self.order[:place]:
+            if unit.coming is None and unit.stale:
+                self.fetch(unit, ahead=True)
 
     def fetch(self, unit, ahead=False):
         if current().check:
@@ -319,7 +365,16 @@ class ZeRO(nn.Module):
 
     def before_backward(self, unit, _=None):
         """At the first gradient of one of the unit's outputs."""
+        if self.stage == 3 and torch.is_grad_enabled():
+            raise RuntimeError(
+                "a backward with create_graph=True is to be differentiated again, with weights "
+                "that stage 3 frees in between: use stage 2"
+            )
         self.begin_backward()
+        if not self.root.is_open:
+            # Here, so that all ranks gather it first, whichever unit they begin with.
+            self.open(self.root, self.backward_order())
+            self.root.stash()
         self.open(unit, self.backward_order())
         unit.stash()
 
@@ -332,6 +387,9 @@ class ZeRO(nn.Module):
         self.reduce_complete()
 
     def gradient_arrived(self, unit, flat, i, parameter):
+        """Each time a parameter's gradient was added to, its unit and flat given as numbers."""
+        unit = self.units[unit]
+        flat = unit.flats[flat]
         self.check_gradient(unit, flat, i)
         self.begin_backward()
         flat.take(i)
@@ -361,11 +419,15 @@ class ZeRO(nn.Module):
         """Reduce complete units; always in order, so that all ranks do so in the same."""
         if not self.syncing:
             return
-        for unit in reversed(self.order):
+        for unit in self.reducing_order():
             if not unit.reduced and unit.trainable:
                 if not unit.complete:
                     return
                 self.reduce(unit)
+
+    def reducing_order(self):
+        """The same on all ranks whatever they ran: as the module has the units, last first."""
+        return [*reversed(self.units[:-1]), self.root]
 
     def reduce(self, unit):
         self.wait_for_reduction()
@@ -382,7 +444,7 @@ class ZeRO(nn.Module):
             unit.drop_local()
 
     def end_backward(self):
-        trainable = [unit for unit in reversed(self.order) if unit.trainable]
+        trainable = [unit for unit in self.reducing_order() if unit.trainable]
         if self.syncing and any(unit.arrived for unit in trainable):
             for unit in trainable:
                 if not unit.reduced:
@@ -444,7 +506,8 @@ class ZeRO(nn.Module):
         self.narrow_gradients = []
         flats = list({id(f): f for f in map(self.flat_of.get, parameters)}.values())
         for flat in flats:
-            flat.changed = True
+            # An optimizer may hold frozen parameters, and leaves them alone.
+            flat.changed = flat.changed or flat.trainable
         if self.sync_every > 1:
             self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
             if self.steps[optimizer] % self.sync_every == 0:
@@ -501,7 +564,11 @@ class ZeRO(nn.Module):
         wrong += [f"unexpected {name}" for name in state if name not in mine]
         for name, value in mine.items():
             shape = whole.get(value, value.shape)
-            if name in state and state[name].shape != shape:
+            if name not in state:
+                continue
+            if not isinstance(state[name], torch.Tensor) or state[name].is_meta:
+                wrong.append(f"{name} is {state[name]!r}, not a tensor with values")
+            elif state[name].shape != shape:
                 wrong.append(f"{name} is {tuple(state[name].shape)}, not {tuple(shape)}")
         if wrong:
             raise ValueError(f"this state dict does not fit the module: {'; '.join(wrong)}")
@@ -540,6 +607,21 @@ class ZeRO(nn.Module):
         raise TypeError(
             "a ZeRO cannot be copied or saved, it is tied to its ranks: save full_state_dict()"
         )
+
+
+def check_options_same(options, group):
+    """ValueError on all ranks, naming the first option that differs between them."""
+    said = [
+        text.decode().splitlines()
+        for text in exchange("\n".join(f"{k}={v}" for k, v in options.items()).encode(), group)
+    ]
+    for rank, theirs in enumerate(said):
+        for mine, other in zip(said[0], theirs, strict=True):
+            if mine != other:
+                raise ValueError(
+                    f"the ranks give ZeRO different options: {mine} on rank 0 and "
+                    f"{other} on rank {rank} of group {list(group.ranks)}"
+                )
 
 
 def check_options(module, stage, replicate, param_dtype, sync_every):

@@ -11,13 +11,21 @@ rank r's part: 1011 where 1111 should be lacks what rank 2 has.
 from s2s_lib.course.check.answers import Wrong
 from s2s_lib.course.check.lesson00 import all_gather_by_doubling, reduce_scatter, ring_of_eight
 from s2s_lib.course.check.lesson01 import accumulate, average_gradients, ddp_of_eight
+from s2s_lib.course.check.lesson02 import clip_shards, sharded_adamw_step, zero_of_eight
+from s2s_lib.course.check.lesson03 import hybrid_all_reduce, hybrid_of_eight, local_sgd
 
 __all__ = [
     "Wrong",
     "accumulate",
     "all_gather_by_doubling",
     "average_gradients",
+    "clip_shards",
     "ddp_of_eight",
+    "hybrid_all_reduce",
+    "hybrid_of_eight",
+    "local_sgd",
     "reduce_scatter",
     "ring_of_eight",
+    "sharded_adamw_step",
+    "zero_of_eight",
 ]
