@@ -130,12 +130,12 @@ class ZeRO(nn.Module):
             "prefetch": prefetch,
             "sync_every": sync_every,
         }
+        check_same(module, group)
         check_options_same(options, group)
         if replicate is not None:
             check_options_same(options, replicate)
             check_tiles(group, replicate)
-        for ranks in self.copies:
-            check_same(module, ranks)
+            check_same(module, replicate)
         self.module = module
         self.stage, self.group, self.replicate = stage, group, replicate
         self.param_dtype, self.prefetch, self.sync_every = param_dtype, prefetch, sync_every
