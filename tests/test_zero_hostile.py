@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from s2s_lib import DDP, Mesh, RankError, ZeRO, clip_grad_norm_, launch
+from s2s_lib import DDP, Mesh, RankError, ZeRO, bill, clip_grad_norm_, launch
 
 CLOSE = {"rtol": 0, "atol": 1e-12}
 
@@ -154,7 +154,140 @@ def test_a_model_that_is_dropped_is_freed():
     assert launch(work, ranks=2) == [[False] * 3] * 2
 
 
+def test_gathered_weights_can_be_used_and_changed_and_keep_what_sixteen_bits_cannot_hold():
+    def work(world):
+        for stage in range(4):
+            for dtype in (None, torch.bfloat16):
+                torch.manual_seed(0)
+                model = ZeRO(Branches(), world, stage, param_dtype=dtype)
+                before = model.full_state_dict()
+                x = data(0).to(dtype or torch.float32)
+                with torch.no_grad(), model.gathered() as plain:
+                    inside = model(x, [0, 1])
+                    with pytest.raises(RuntimeError, match="does not nest"), model.gathered():
+                        pass
+                    plain.blocks[0].up.bias.fill_(2.0)
+                after = model.full_state_dict()
+                before["blocks.0.up.bias"] = torch.full((6,), 2.0)
+                torch.testing.assert_close(after, before, rtol=0, atol=0)
+                assert not torch.equal(model(x, [0, 1]), inside)
+
+    launch(work, ranks=2, timeout=10)
+
+
+class UNet(nn.Module):
+    """Lists of lists, and one input for all blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.levels = nn.ModuleList(nn.ModuleList(Mixer() for _ in range(2)) for _ in range(2))
+
+    def forward(self, x):
+        memory = x * 2
+        for level in self.levels:
+            for mixer in level:
+                x = mixer(x, memory)
+        return x
+
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, memory):
+        return torch.relu_(self.layer(x) + memory)
+
+
+def test_an_input_that_goes_into_every_unit_keeps_none_of_them_whole():
+    expected = steps(seeded(UNet), [(), ()]).state_dict()
+
+    def work(world):
+        model = ZeRO(seeded(UNet), world, 3)
+        assert [unit.name for unit in model.units[:-1]] == [
+            f"levels.{i}.{j}" for i in (0, 1) for j in (0, 1)
+        ]
+        most = []
+        for unit in model.units:
+            unit.module.register_full_backward_hook(
+                lambda *_: most.append(sum(u.is_open for u in model.units))
+            )
+        x = data(world.rank).requires_grad_()
+        model(x).sum().backward()
+        model.zero_grad()
+        assert max(most) <= 3, most
+        return steps(model, [(), ()], world.rank).full_state_dict()
+
+    for state in launch(work, ranks=2, timeout=10):
+        torch.testing.assert_close(state, dict(expected), **CLOSE)
+
+
+def test_clipping_in_sixteen_bits_does_not_round_the_factor():
+    def work(world):
+        model = ZeRO(nn.Linear(64, 64).half(), world, 3)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 60000.0)
+        norm = clip_grad_norm_(model, 100.0)
+        return norm.item(), clip_grad_norm_(model, 1e9).item()
+
+    for before, after in launch(work, ranks=2):
+        assert before == pytest.approx(60000 * 4160**0.5, rel=1e-3)
+        assert after == pytest.approx(100, rel=2e-3)
+
+
+def test_saving_an_optimizer_sends_each_moment_once():
+    def work(world):
+        layers = [nn.Linear(64, 64, bias=False) for _ in range(8)]
+        model = ZeRO(nn.Sequential(nn.Sequential(*layers), nn.ReLU()), world, 3, units=[])
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        with bill() as sent:
+            state = model.full_optimizer_state_dict(optimizer)
+        assert len(state["state"]) == 8
+        return sent.bytes
+
+    for sent in launch(work, ranks=2):
+        assert sent < 2 * 8 * 64 * 64 * 4 / 2 + 10_000
+
+
 # Refusals
+
+
+def test_gradients_that_a_failed_backward_took_with_it_are_missed():
+    class Fails(nn.Linear):
+        fail = False
+
+        def forward(self, x):
+            weight = self.weight * 1
+            if self.fail:
+                weight.register_hook(lambda _: 1 / 0)
+            return nn.functional.linear(x, weight, self.bias)
+
+    def work(world):
+        layer = Fails(2, 2)
+        model = ZeRO(layer, world, 2)
+        with model.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        layer.fail = True
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(1, 2)).sum().backward()
+        layer.fail = False
+        with pytest.raises(RuntimeError, match="took with it the gradients"):
+            model(torch.ones(1, 2))
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        return [p.grad.sum().item() for p in model.parameters()]
+
+    assert launch(work, ranks=1, timeout=10) == [[4.0, 2.0]]
+
+
+def test_a_closure_in_mixed_precision_is_refused_before_anything_changes():
+    def work(world):
+        model = ZeRO(nn.Linear(2, 2), world, 1, param_dtype=torch.bfloat16)
+        torch.optim.SGD(model.parameters(), lr=1).step(lambda: model(torch.ones(1, 2)).sum())
+
+    assert "run forward and backward first" in refusal(work)
 
 
 def refusal(work, ranks=2):

@@ -34,8 +34,8 @@ def test_other_options_are_checked_too():
         for settings, words in [
             ({"sync_every": 0, "replicate": world}, "every 1, 2, ... steps"),
             ({"sync_every": 2}, "give replicate="),
-            ({"param_dtype": torch.int32}, "a floating dtype"),
-            ({"param_dtype": "bfloat16"}, "a floating dtype"),
+            ({"param_dtype": torch.int32}, "torch.bfloat16, torch.float16 or None"),
+            ({"param_dtype": "bfloat16"}, "torch.bfloat16, torch.float16 or None"),
             ({"units": nn.Conv2d}, "contains none"),
             ({"units": [nn.Linear(2, 2)]}, "no part of the module"),
         ]:

@@ -117,7 +117,7 @@ def _by_size(collective, nbytes, size, narrow):
         raise ValueError(f"no collective {collective!r}: there is nothing to choose")
     if size > 2 and nbytes <= SMALL[collective]:
         return "tree"
-    if narrow or size < FEW and collective == "all_gather":
+    if narrow or (size < FEW and collective == "all_gather"):
         return "direct"
     return "doubling" if size & (size - 1) == 0 else "direct"
 

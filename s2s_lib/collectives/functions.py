@@ -3,7 +3,8 @@
 They return, and never change their argument; `out=` reuses memory (it may be the argument
 itself). Each takes tensors of any shape, strides and dtype that torch has, empty ones included;
 a group of one is the same code with nobody to send to. `algorithm` names one of `ALGORITHMS` (the
-default chooses, see `choose`). A `label` keeps a call apart from others of the same shape: ranks
+default chooses, see `choose`). all_reduce, reduce_scatter and all_gather take a
+`label`, which keeps a call apart from others of the same shape: ranks
 that give different ones do not take each other's bytes. Where the input requires a gradient the
 result carries it (autograd.py). All ranks must pass the same shape, dtype and options; where they
 do not, the messages find no partner and the launch ends at its timeout with a table, or at once
@@ -127,8 +128,8 @@ def all_reduce(
     if wants_gradient(tensor, out, op):
         return linear(
             tensor,
-            run=lambda x: all_reduce(x, group, op, algorithm),
-            transpose=lambda g: all_reduce(g, group, op, algorithm),
+            run=lambda x: all_reduce(x, group, op, algorithm, label=label),
+            transpose=lambda g: all_reduce(g, group, op, algorithm, label=label),
         )
     reduction = reduction_of(op, tensor.dtype, group.size)
     run, name = pick("all_reduce", algorithm, tensor.nbytes, group, reduction.widens)
@@ -158,11 +159,13 @@ def reduce_scatter(
     if wants_gradient(tensor, out, op):
 
         def gather_parts(grad):
-            whole = all_gather(grad, group, sizes=rows)
+            whole = all_gather(grad, group, sizes=rows, label=label)
             return whole.div_(group.size) if op == "avg" else whole
 
         return linear(
-            tensor, lambda x: reduce_scatter(x, group, op, algorithm, sizes=sizes), gather_parts
+            tensor,
+            lambda x: reduce_scatter(x, group, op, algorithm, sizes=sizes, label=label),
+            gather_parts,
         )
     reduction = reduction_of(op, tensor.dtype, group.size)
     run, name = pick("reduce_scatter", algorithm, tensor.nbytes, group, reduction.widens)
@@ -187,15 +190,18 @@ def all_gather(
 
     They have the same shape unless `sizes` lists the rows of each rank, or is "exchange": then
     the ranks first tell each other (8 bytes each). Numbers (0-dim) make a vector. `out` may be
-    of shape (W * n, ...) or (W, n, ...). Each rank sends (W-1)/W of the result's bytes.
+    of shape (W * n, ...) or (W, n, ...). Each rank sends (W-1)/W of the result's bytes by any
+    algorithm but naive and tree.
     """
     check(tensor, group)
     rows = gathered_rows(tensor, group, sizes)
     if wants_gradient(tensor, out):
         return linear(
             tensor,
-            run=lambda x: all_gather(x, group, algorithm, sizes=rows),
-            transpose=lambda g: reduce_scatter(g, group, sizes=rows).view(tensor.shape),
+            run=lambda x: all_gather(x, group, algorithm, sizes=rows, label=label),
+            transpose=lambda g: reduce_scatter(g, group, sizes=rows, label=label).view(
+                tensor.shape
+            ),
         )
     x = flat(tensor)
     shape, other_shape, said, detail, cuts = gathered_layout(tensor.shape, rows)

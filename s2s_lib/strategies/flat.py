@@ -100,8 +100,8 @@ class Flat:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
             if self.trainable:
-                # Autograd notes the shape and dtype of the gradient when it first meets the
-                # parameter, and as long as this lives.
+                # Autograd's node for the parameter, kept alive: it checks gradients against the
+                # shape and dtype of now, the whole, also while the parameter is its shard.
                 self.accumulators.append(
                     parameter.expand_as(parameter).grad_fn.next_functions[0][0]
                 )
@@ -115,10 +115,11 @@ class Flat:
 
     def rest(self):
         """Each parameter is its shard; the full weights are freed unless they are kept."""
-        if self.versions != (versions := [p._version for p in self.parameters]) and self.in_use:
+        now = [parameter._version for parameter in self.parameters]
+        if self.in_use and now != self.versions:
             # The module changed its weights while it ran.
             self.keep()
-            self.versions = versions
+            self.versions = now
         self.in_use = False
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
             parameter.data = shard
@@ -164,8 +165,13 @@ class Flat:
 
     def keep(self):
         """What is in the full weights becomes what the optimizer sees."""
-        for i in range(len(self.parameters)):
-            self.shards[i].copy_(self.shard(self.own(self.full), i))
+        for i, shard in enumerate(self.shards):
+            new = self.shard(self.own(self.full), i)
+            if self.mixed:
+                # What is only the rounding of what it was has not changed.
+                same = new == shard.to(new.dtype)
+                new = torch.where(same, shard, new.to(shard.dtype))
+            shard.copy_(new)
         self.changed = True
 
     # Gradients
@@ -195,7 +201,7 @@ class Flat:
     def reduce(self, averaged_over):
         """Collective: this rank's piece of the average over the group and over those groups.
 
-        Sends (W-1)/W of the gradients' bytes, and 2(R-1)/R of a piece to each of R replicas.
+        Sends (W-1)/W of the gradients' bytes, and 2(R-1)/R of a piece for each group of R.
         """
         if self.local is None:
             self.local = self.full_like(-0.0)
@@ -264,6 +270,10 @@ class Flat:
         """Collective: whole tensors from each rank's piece, one for each parameter."""
         flat = all_gather(piece, self.group, ALGORITHM)
         return [self.whole(flat, i).clone() for i in range(len(self.parameters))]
+
+    def index(self, parameter) -> int:
+        """Which of the flat's parameters this is."""
+        return next(i for i, p in enumerate(self.parameters) if p is parameter)
 
     def part_of(self, tensor, i):
         """Of a whole tensor of parameter i, what belongs to this rank's shard of it."""

@@ -1,7 +1,7 @@
 """The norm of the whole gradient, whatever strategy holds which part of it where.
 
     who holds what    every rank its gradients, or its shards of them
-    who sends what    a number for each group over which some gradient is cut
+    who sends what    a number up and down a tree, for each group over which some gradient is cut
 
 A strategy that cuts gradients over a group says so with `cut_over`; all others are held whole, and
 the same, by every rank. The square of a norm is a sum over elements, so each element is to be
@@ -33,7 +33,8 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 
     Returns the norm before, a float64 tensor and the same number on all ranks: the `norm_type`
     norm (2, another number above 0, or inf) of the gradient as one process would have it. Padding
     counts for nothing, a tied parameter once, one without a gradient not at all. All ranks of the
-    groups over which gradients are cut must call it. Sends 2(W-1) numbers for each such group.
+    groups over which gradients are cut must call it; the ranks of each such group together send
+    2(W-1) numbers of 8 bytes.
     """
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
@@ -58,7 +59,7 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+            parameter.grad.mul_(factor.item())
     return norm
 
 

@@ -1,6 +1,7 @@
 """What every strategy with replicas does first: make sure that they are replicas."""
 
 import hashlib
+import json
 import pickle
 
 import torch
@@ -100,10 +101,10 @@ def claim(named):
 
 
 def check_tiles(group: Group, replicate: Group):
-    """ValueError on all ranks unless the ranks lie in a box, of which `group` is this rank's row
-    and `replicate` its column. An all_gather of some bytes over each."""
-    rows = [_ranks(said) for said in exchange(_said(group), replicate)]
-    columns = [_ranks(said) for said in exchange(_said(replicate), group)]
+    """ValueError unless the ranks lie in a box, of which `group` is this rank's row and `replicate`
+    its column, as far as those two can tell. An all_gather of some bytes over each."""
+    rows = [json.loads(said) for said in exchange(_said(group), replicate)]
+    columns = [json.loads(said) for said in exchange(_said(replicate), group)]
     same_place = {
         rows[i].index(replicate.ranks[i]) for i in range(len(rows)) if replicate.ranks[i] in rows[i]
     } == {group.rank}
@@ -118,8 +119,4 @@ def check_tiles(group: Group, replicate: Group):
 
 
 def _said(group):
-    return repr(group.ranks).encode()
-
-
-def _ranks(said):
-    return tuple(int(word) for word in said.decode().strip("(),").split(",") if word.strip())
+    return json.dumps(group.ranks).encode()

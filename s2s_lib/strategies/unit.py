@@ -17,7 +17,7 @@ class Unit:
     def __init__(self, name, module):
         self.name, self.module = name, module
         self.named = []
-        self.flats = []
+        self.flats, self.trainable, self.due = [], [], []
         self.coming = None
         self.is_open = self.stashed = self.reduced = self.watched = False
         # Forwards to be differentiated since the last backward ended.
@@ -189,7 +189,9 @@ def repeated_blocks(module):
     """The members of every outermost list of two or more modules of one class."""
     members = list(module.children())
     alike = len(members) > 1 and len({type(member) for member in members}) == 1
-    if alike and isinstance(module, (nn.ModuleList, nn.Sequential)) and has_parameters(members[0]):
+    # Lists of lists are not run themselves, what is in them is.
+    runs = alike and not isinstance(members[0], (nn.ModuleList, nn.ModuleDict))
+    if runs and isinstance(module, (nn.ModuleList, nn.Sequential)) and has_parameters(members[0]):
         return members
     return [block for member in members for block in repeated_blocks(member)]
 

@@ -23,36 +23,23 @@ import weakref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from s2s_lib.collectives.background import background
-from s2s_lib.collectives.functions import all_gather, all_reduce
+from s2s_lib.collectives.functions import all_gather
 from s2s_lib.ranks.connection import current, mark
-from s2s_lib.ranks.group import Group, check_group
-from s2s_lib.strategies import optimizer_state
+from s2s_lib.ranks.group import Group
+from s2s_lib.strategies import state
 from s2s_lib.strategies.backward import Backward, tensors_in, weakly
 from s2s_lib.strategies.grads import cut_over
-from s2s_lib.strategies.replicas import (
-    check_same,
-    check_tiles,
-    claim,
-    copy_from,
-    exchange,
-    refuse_claimed,
-)
+from s2s_lib.strategies.options import check_options, check_ranks
+from s2s_lib.strategies.replicas import claim, copy_from
+from s2s_lib.strategies.steps import watch_steps
 from s2s_lib.strategies.unit import make_units, materialise
 
-# Optimizers that look at a parameter's shape, or at all of them at once.
-NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "Shampoo", "LARS", "LAMB")
 # On which background thread: two, so that a gather never waits for a reduction.
 REDUCING, GATHERING = 0, 1
-# Parameter -> a weak reference to the ZeRO that cuts it.
-_owner = WeakIdKeyDictionary()
 
 
 class ZeRO(nn.Module):
@@ -61,7 +48,7 @@ class ZeRO(nn.Module):
     Construction: all ranks check that they built the same module (ValueError on all, naming the
     first difference) and take the first rank's values, unit by unit. Parameters on the meta device
     are made and drawn then, by each module's `reset_parameters` and in the order of `modules()`, so
-    that no rank ever holds more than a unit and the root.
+    that at stage 3 no rank ever holds more than its shards, the root and twice a unit.
     Forward: each unit's weights are gathered before it runs where they are not up to date (stages
     1 and 2: the first time after a step; stage 3: always, and freed after it). With `prefetch` the
     next unit's are gathered meanwhile. In training mode, and not under `no_sync`, the first rank's
@@ -75,17 +62,19 @@ class ZeRO(nn.Module):
     Sent per rank: a unit of P parameters is padded to a multiple of W. Its gradients cost (W-1)/W
     of it (in the working dtype) for each backward that is not under `no_sync`; its weights (W-1)/W
     for the first forward after a step at stages 1 and 2, for each forward and each backward at
-    stage 3. Stage 0 averages whole gradients, 2(W-1)/W. A training forward adds W-1 times the
-    buffers' bytes over all ranks.
+    stage 3. Stage 0 averages whole gradients, 2(W-1)/W. A training forward adds, over all
+    ranks together, W-1 times the buffers' bytes (with R copies of the model R W - 1 times).
 
     Held per rank, model states: with 4-byte numbers and AdamW 16 P bytes at stage 0, 8 P + 8 P/W at
     1, 4 P + 12 P/W at 2 and 16 P/W at 3. While they run, at stage 3 also the root, the unit in use
-    and the prefetched one; where gradients are cut, those of up to two units on their way.
+    and the prefetched one; where gradients are cut, the root's whole ones and those of up to two
+    units on their way, with memory to receive them into.
 
     `param_dtype` (torch.bfloat16, torch.float16) is mixed precision as in the paper: weights in
     use, gradients and messages in 16 bits, added in float32; what the optimizer steps stays in the
     parameter's first dtype: 2 P + 2 P + 12 P bytes, the 12 cut first, then a 2, then the other.
-    Floating inputs are converted, buffers are not. `.grad` is 16-bit; the optimizer gets it wide.
+    Floating inputs are converted, buffers are not. `.grad` is 16-bit, and in the parameter's first
+    dtype during a step. (A hybrid rounds twice: after the sum inside, and after that between.)
 
     Hybrid shard: `replicate` is a second group, of the ranks that hold the same shard in other
     copies of the model. Every backward then averages shards between the R copies too, 2(R-1)/R of a
@@ -99,8 +88,9 @@ class ZeRO(nn.Module):
     Gradients average over ranks as in DDP: see there for unequal batches. At stage 3 all ranks run
     the same units in the same order; what one may skip goes into a larger unit. A process runs one
     backward at a time. Use weights outside of their unit's forward under `with model.gathered():`;
-    elsewhere they read as shards. Change shards in place under `torch.no_grad()`: through `.data`
-    stages 1 and 2 do not notice, unless an optimizer of torch's class does it.
+    elsewhere they read as shards, so a penalty on weights is the optimizer's `weight_decay`, or is
+    computed in their unit's forward. Change shards in place under `torch.no_grad()`: what goes
+    through `.data` stages 1 and 2 do not notice, unless an optimizer of torch's class does it.
     """
 
     def __init__(
@@ -115,27 +105,12 @@ class ZeRO(nn.Module):
         sync_every: int = 1,
     ):
         super().__init__()
-        check_options(module, stage, replicate, param_dtype, sync_every)
-        check_group(group)
-        # Between replicas first, so that what is then copied inside is the same everywhere.
-        self.copies = (group,) if replicate is None else (replicate, group)
-        refuse_claimed(module.named_parameters())
+        check_options(module, group, replicate, stage, param_dtype, sync_every)
         self.units = make_units(module, units)
-        copies = None if replicate is None else replicate.size
-        options = {
-            "stage": stage,
-            "replicate": copies,
-            "units": [u.name for u in self.units],
-            "param_dtype": param_dtype,
-            "prefetch": prefetch,
-            "sync_every": sync_every,
-        }
-        check_same(module, group)
-        check_options_same(options, group)
-        if replicate is not None:
-            check_options_same(options, replicate)
-            check_tiles(group, replicate)
-            check_same(module, replicate)
+        names = [unit.name for unit in self.units]
+        options = {"stage": stage, "units": names, "param_dtype": param_dtype}
+        options |= {"prefetch": prefetch, "sync_every": sync_every}
+        check_ranks(module, group, replicate, options)
         self.module = module
         self.stage, self.group, self.replicate = stage, group, replicate
         self.param_dtype, self.prefetch, self.sync_every = param_dtype, prefetch, sync_every
@@ -152,9 +127,12 @@ class ZeRO(nn.Module):
         # In the order of the last forward, which is the order to expect of the next.
         self.order, self.seen = [self.root, *self.units[:-1]], []
         self.reducing = None
-        self.narrow_gradients = []
+        # Flats whose gradients are in the optimizer's dtype, and what they were, during a step.
+        self.widened = []
+        # Inside gathered(), where nothing is cut; after a no_sync backward, until it is reduced.
+        self.whole = self.accumulated = False
         self.watch_forwards()
-        _watch_optimizers()
+        watch_steps(self, module.parameters())
 
     # Construction
 
@@ -179,17 +157,18 @@ class ZeRO(nn.Module):
                 self.copy_first([p.data for p in unit.parameters])
                 unit.cut(self.shard_group, self.param_dtype, self.stage)
                 for flat in unit.flats:
-                    self.own(unit, flat)
+                    self.register(unit, flat)
         self.copy_first(list(self.module.buffers()))
 
     def copy_first(self, tensors):
-        for ranks in self.copies:
-            copy_from(tensors, ranks)
+        # Between replicas first, so that what is then copied inside is the same everywhere.
+        if self.replicate is not None and self.group.rank == 0:
+            copy_from(tensors, self.replicate)
+        copy_from(tensors, self.group)
 
-    def own(self, unit, flat):
+    def register(self, unit, flat):
         for i, parameter in enumerate(flat.parameters):
             self.flat_of[parameter], self.unit_of[parameter] = flat, unit
-            _owner[parameter] = weakref.ref(self)
             if self.shard_group.size > 1:
                 cut_over(parameter, self.shard_group)
             if flat.trainable:
@@ -201,13 +180,13 @@ class ZeRO(nn.Module):
 
     def forward(self, *args, **kwargs):
         self.check_parameters()
-        if self.training and self.syncing and self.copies[-1].size * self.copies[0].size > 1:
+        if self.training and self.syncing:
             self.copy_first(list(self.module.buffers()))
         if self.param_dtype is not None:
-            args, kwargs = pytree.tree_map(self.narrow, (args, kwargs))
+            args, kwargs = pytree.tree_map(self.to_working_dtype, (args, kwargs))
         return self.module(*args, **kwargs)
 
-    def narrow(self, value):
+    def to_working_dtype(self, value):
         floating = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(self.param_dtype) if floating else value
 
@@ -218,14 +197,15 @@ class ZeRO(nn.Module):
                     f"{name} is new since ZeRO was built, and would be neither cut nor averaged: "
                     "finish the module first, then build ZeRO"
                 )
-        for unit in self.units:
-            for flat in unit.flats:
-                for name, parameter in zip(flat.names, flat.parameters, strict=True):
-                    if parameter.requires_grad != flat.trainable:
-                        raise RuntimeError(
-                            f"requires_grad of {name} was {flat.trainable} when ZeRO was built and "
-                            "has changed: set it first, then build ZeRO"
-                        )
+            if parameter.requires_grad != self.flat_of[parameter].trainable:
+                raise RuntimeError(
+                    f"requires_grad of {name} was {not parameter.requires_grad} when ZeRO was "
+                    "built and has changed: set it first, then build ZeRO"
+                )
+
+    @property
+    def flats(self):
+        return [flat for unit in self.units for flat in unit.flats]
 
     @property
     def root(self):
@@ -244,7 +224,8 @@ class ZeRO(nn.Module):
             self.open(unit, self.order)
             unit.uses += torch.is_grad_enabled()
         if self.stage == 3 and torch.is_grad_enabled():
-            self.watch_inputs(unit, (args, kwargs))
+            return self.watch_inputs(unit, (args, kwargs))
+        return None
 
     def check_open(self, name, module, _):
         for key, parameter in module.named_parameters(recurse=False):
@@ -257,27 +238,36 @@ class ZeRO(nn.Module):
                 )
 
     def watch_inputs(self, unit, inputs):
-        """Have `after_backward` called once the gradients of all inputs are there."""
-        tensors = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
-        unit.watched = bool(tensors)
+        """The same inputs, by which `after_backward` is called once all their gradients are there.
+
+        Each tensor is passed as a view of its own: one that goes into several units has its whole
+        gradient only when all of them are done.
+        """
+        leaves, structure = pytree.tree_flatten(inputs)
         # Numbers, not tensors: what a hook of a tensor holds must not hold the tensor.
-        waiting = set(tensors)
+        waiting = set()
 
         def one_is_there(number, _):
             waiting.discard(number)
             if not waiting:
                 self.after_backward(unit)
 
-        for number, tensor in tensors.items():
-            # One that nothing was computed from outlives the backward, and so would its hook.
-            if tensor.grad_fn is not None:
-                tensor.register_hook(functools.partial(one_is_there, number))
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaves[number] = leaf.view_as(leaf)
+                leaves[number].register_hook(functools.partial(one_is_there, number))
+                waiting.add(number)
+            elif any(tensor.requires_grad for tensor in tensors_in(leaf)):
+                # In a dataclass: nobody will tell, and the end of backward closes the unit.
+                waiting.add(number)
+        unit.watched = bool(waiting)
+        return pytree.tree_unflatten(leaves, structure)
 
     def after_forward(self, unit, _, args, outputs):
         if self.backward.running:
             # Backward is about to use what was computed again.
             return
-        unit.rest()
+        self.close(unit)
         if unit is self.root:
             if self.stage == 3:
                 self.order = list(dict.fromkeys([*self.seen, *self.order]))
@@ -306,8 +296,7 @@ class ZeRO(nn.Module):
                 self.fetch(unit)
             unit.use()
         if self.prefetch:
-            following = order[order.index(unit) + 1 :][:1]
-            for other in following:
+            for other in order[order.index(unit) + 1 :][:1]:
                 if not other.is_open and other.coming is None and other.stale:
                     self.fetch(other, ahead=True)
 
@@ -338,13 +327,19 @@ class ZeRO(nn.Module):
                 "get each other's weights: all must run the same units"
             )
 
+    def close(self, unit):
+        if not self.whole:
+            unit.rest()
+
     def close_all(self):
         for unit in self.units:
-            unit.rest()
+            self.close(unit)
 
     # Backward
 
     def begin_backward(self):
+        if self.whole:
+            raise RuntimeError("a backward inside gathered(), where nothing is cut: leave it first")
         if self.backward.begin():
             self.recover()
             self.unfinished = True
@@ -352,9 +347,12 @@ class ZeRO(nn.Module):
                 unit.begin()
 
     def recover(self):
-        """After a forward or backward that raised: nothing is in use, its gradients are gone."""
+        """After a forward, backward or step that raised: nothing is in use, and the gradients of
+        that backward are gone. RuntimeError where those of earlier ones are gone with them."""
+        self.narrow_gradients()
+        lost = self.unfinished and self.accumulated
         if self.unfinished:
-            self.unfinished = False
+            self.unfinished = self.accumulated = False
             if self.reducing is not None:
                 with contextlib.suppress(Exception):
                     self.reducing[1].wait()
@@ -362,6 +360,11 @@ class ZeRO(nn.Module):
             for unit in self.units:
                 unit.forget()
         self.close_all()
+        if lost:
+            raise RuntimeError(
+                "the backward before this one raised, and took with it the gradients of those "
+                "under no_sync before: call model.zero_grad() and begin the step again"
+            )
 
     def before_backward(self, unit, _=None):
         """At the first gradient of one of the unit's outputs."""
@@ -383,7 +386,7 @@ class ZeRO(nn.Module):
 
     def after_backward(self, unit):
         """When the gradients of the unit's inputs are there."""
-        unit.rest()
+        self.close(unit)
         self.reduce_complete()
 
     def gradient_arrived(self, unit, flat, i, parameter):
@@ -395,7 +398,7 @@ class ZeRO(nn.Module):
         flat.take(i)
         if unit.complete:
             if self.stage == 3 and not unit.watched and unit is not self.root:
-                unit.rest()
+                self.close(unit)
             self.reduce_complete()
 
     def check_gradient(self, unit, flat, i):
@@ -454,6 +457,7 @@ class ZeRO(nn.Module):
         for unit in self.units:
             unit.hand_out()
         self.unfinished = False
+        self.accumulated = any(unit.has_local for unit in self.units)
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -467,68 +471,35 @@ class ZeRO(nn.Module):
             self.syncing = before
 
     def zero_grad(self, set_to_none: bool = True):
+        self.accumulated = False
         for unit in self.units:
             unit.forget()
         super().zero_grad(set_to_none)
 
-    # Around an optimizer's step
-
-    def before_step(self, optimizer, parameters):
-        if type(optimizer).__name__ in NOT_ELEMENTWISE:
-            raise TypeError(
-                f"{type(optimizer).__name__} looks at whole tensors, and here are shards: use an "
-                "elementwise optimizer (SGD, Adam, AdamW, RMSprop, ...)"
-            )
-        if any(unit.has_local for unit in self.units):
-            raise RuntimeError(
-                "the last backward was under no_sync, and its gradients are not reduced: run one "
-                "outside before optimizer.step(), or model.zero_grad() to drop them"
-            )
-        for parameter in parameters:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                odd = (
-                    isinstance(value, torch.Tensor)
-                    and value.dim()
-                    and value.shape != parameter.shape
-                )
-                if odd:
-                    raise RuntimeError(
-                        f"the optimizer's {key} has shape {tuple(value.shape)}, this rank's shard "
-                        f"{tuple(parameter.shape)}: it is from before ZeRO, or of another layout; "
-                        "build it after wrapping, load with load_full_optimizer_state_dict"
-                    )
-        mixed = {id(f): f for p in parameters if (f := self.flat_of[p]).mixed}.values()
-        self.narrow_gradients = [(flat, flat.widen_gradients()) for flat in mixed]
-
-    def after_step(self, optimizer, parameters):
-        for flat, narrow in self.narrow_gradients:
+    def narrow_gradients(self):
+        """After a step: gradients in the working dtype again."""
+        for flat, narrow in self.widened:
             flat.narrow_gradients(narrow)
-        self.narrow_gradients = []
-        flats = list({id(f): f for f in map(self.flat_of.get, parameters)}.values())
-        for flat in flats:
-            # An optimizer may hold frozen parameters, and leaves them alone.
-            flat.changed = flat.changed or flat.trainable
-        if self.sync_every > 1:
-            self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
-            if self.steps[optimizer] % self.sync_every == 0:
-                for flat in flats:
-                    all_reduce(flat.master, self.replicate, "avg", "direct", out=flat.master)
+        self.widened = []
 
     # Whole weights
 
     @contextlib.contextmanager
     def gathered(self):
         """Inside, every parameter is whole on every rank; what is changed there, on all ranks
-        alike, is kept. Collective, and needs memory for the whole model."""
-        if self.backward.running:
-            raise RuntimeError("gathered() inside a backward would change what it computes with")
-        for unit in self.units:
-            self.open(unit, [unit])
+        alike, is kept. Needs memory for the whole model. Collective: a gather of it, and at
+        stages 1 and 2 another at the next forward."""
+        if self.backward.running or self.whole:
+            raise RuntimeError("gathered() does not nest, and not inside a backward")
+        self.whole = True
         try:
+            for unit in self.units:
+                self.open(unit, [unit])
             yield self.module
-        finally:
             for unit in self.units:
                 unit.keep()
+        finally:
+            self.whole = False
             self.close_all()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -536,66 +507,34 @@ class ZeRO(nn.Module):
 
         Collective: (W-1)/W of the weights' bytes from each rank. Gathers one unit at a time.
         """
-        whole = WeakIdKeyDictionary()
-        for unit in self.units:
-            for flat in unit.flats:
-                for parameter, tensor in zip(
-                    flat.parameters, flat.gather_vectors(flat.master), strict=True
-                ):
-                    whole[parameter] = tensor
-        state = self.module.state_dict(keep_vars=True)
-        return {
-            name: whole[value] if value in self.flat_of else value.detach().clone()
-            for name, value in state.items()
-        }
+        return state.gather_weights(self)
 
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]):
+    def load_full_state_dict(self, saved: dict[str, torch.Tensor]):
         """Take this rank's shards from a state dict of the plain module, as one process or
         `full_state_dict` at any other number of ranks made it. Local; nothing is changed where
         names or shapes do not fit (ValueError)."""
-        mine = self.module.state_dict(keep_vars=True)
-        whole = {
-            p: shape
-            for u in self.units
-            for f in u.flats
-            for p, shape in zip(f.parameters, f.shapes, strict=True)
-        }
-        wrong = [f"missing {name}" for name in mine if name not in state]
-        wrong += [f"unexpected {name}" for name in state if name not in mine]
-        for name, value in mine.items():
-            shape = whole.get(value, value.shape)
-            if name not in state:
-                continue
-            if not isinstance(state[name], torch.Tensor) or state[name].is_meta:
-                wrong.append(f"{name} is {state[name]!r}, not a tensor with values")
-            elif state[name].shape != shape:
-                wrong.append(f"{name} is {tuple(state[name].shape)}, not {tuple(shape)}")
-        if wrong:
-            raise ValueError(f"this state dict does not fit the module: {'; '.join(wrong)}")
-        with torch.no_grad():
-            for name, value in mine.items():
-                flat = self.flat_of.get(value)
-                if flat is None:
-                    value.copy_(state[name])
-                else:
-                    i = next(i for i, p in enumerate(flat.parameters) if p is value)
-                    flat.shards[i].copy_(flat.part_of(state[name], i))
-                    flat.changed = True
+        state.load_weights(self, saved)
 
     def full_optimizer_state_dict(self, optimizer) -> dict:
-        """An optimizer's state by parameter name, whole tensors on every rank. Collective."""
-        return optimizer_state.gather(self, optimizer)
+        """{"state": {name: {key: value}}, "param_groups": [...]}: an optimizer's state by parameter
+        name, whole tensors on every rank of the group.
 
-    def load_full_optimizer_state_dict(self, optimizer, state: dict):
-        """Take this rank's part of what `full_optimizer_state_dict` gave at any number of ranks."""
-        optimizer_state.load(self, optimizer, state)
+        Collective: (W-1)/W of the bytes of each moment, and a pickled message for each flat.
+        """
+        return state.gather_optimizer(self, optimizer)
+
+    def load_full_optimizer_state_dict(self, optimizer, saved: dict):
+        """Take this rank's part of what `full_optimizer_state_dict` gave at any number of ranks.
+
+        Local. ValueError, and nothing is changed, where groups, names or shapes do not fit.
+        """
+        state.load_optimizer(self, optimizer, saved)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Memory that is not reached through parameters, for the memory meter."""
-        flats = [flat for unit in self.units for flat in unit.flats]
         return {
-            "weights": [t for flat in flats for t in (flat.full, flat.working, flat.master)],
-            "gradients": [t for f in flats for t in (f.local, f.reduced) if t is not None],
+            "weights": [t for flat in self.flats for t in (flat.full, flat.working, flat.master)],
+            "gradients": [t for f in self.flats for t in (f.local, f.reduced) if t is not None],
         }
 
     def _apply(self, fn, recurse=True):
@@ -607,70 +546,3 @@ class ZeRO(nn.Module):
         raise TypeError(
             "a ZeRO cannot be copied or saved, it is tied to its ranks: save full_state_dict()"
         )
-
-
-def check_options_same(options, group):
-    """ValueError on all ranks, naming the first option that differs between them."""
-    said = [
-        text.decode().splitlines()
-        for text in exchange("\n".join(f"{k}={v}" for k, v in options.items()).encode(), group)
-    ]
-    for rank, theirs in enumerate(said):
-        for mine, other in zip(said[0], theirs, strict=True):
-            if mine != other:
-                raise ValueError(
-                    f"the ranks give ZeRO different options: {mine} on rank 0 and "
-                    f"{other} on rank {rank} of group {list(group.ranks)}"
-                )
-
-
-def check_options(module, stage, replicate, param_dtype, sync_every):
-    """Errors for what makes no sense whatever the ranks are."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"ZeRO wraps a torch.nn.Module, got {module!r}")
-    if not any(True for _ in module.parameters()):
-        raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to cut")
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ValueError(
-            f"stage={stage!r}: 0 cuts nothing, 1 optimizer state, 2 gradients too, 3 weights too"
-        )
-    if replicate is not None:
-        check_group(replicate)
-    if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
-        raise ValueError(f"sync_every={sync_every!r}: average the replicas every 1, 2, ... steps")
-    if sync_every > 1 and replicate is None:
-        raise ValueError(
-            f"sync_every={sync_every} says how often replicas are averaged, and there are none: "
-            "give replicate="
-        )
-    narrow = isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point
-    if param_dtype is not None and not narrow:
-        raise ValueError(f"param_dtype={param_dtype!r}: give a floating dtype or None")
-
-
-def _zeros_of(optimizer):
-    """Each ZeRO that owns some of an optimizer's parameters, and those."""
-    found = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            owner = _owner.get(parameter)
-            model = owner and owner()
-            if model is not None:
-                found.setdefault(id(model), (model, []))[1].append(parameter)
-    return found.values()
-
-
-def _before_step(optimizer, args, kwargs):
-    for model, parameters in _zeros_of(optimizer):
-        model.before_step(optimizer, parameters)
-
-
-def _after_step(optimizer, args, kwargs):
-    for model, parameters in _zeros_of(optimizer):
-        model.after_step(optimizer, parameters)
-
-
-@functools.cache
-def _watch_optimizers():
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
