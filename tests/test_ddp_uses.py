@@ -285,7 +285,7 @@ def test_what_cannot_work_is_refused_on_every_rank_with_the_way_out():
     assert zero == one
     words = {
         "bucket_mb 0": "bucket_mb=0: give MiB above 0",
-        "twice": "1.bias is in a DDP already, and would be averaged twice",
+        "twice": "0.weight is in a DDP or ZeRO already, and would be averaged twice",
         "create_graph": "torch.autograd.grad",
         "unfrozen": "set requires_grad first",
         "sparse": "weight has a sparse gradient; build it with sparse=False",
