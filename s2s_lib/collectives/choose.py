@@ -18,7 +18,7 @@ from s2s_lib.ranks.group import Group, check_group
 SECONDS_PER_MESSAGE = 50e-6
 # Up to how many bytes a tree beats what sends less but more often.
 SMALL = {"reduce_scatter": 64 * 1024, "all_gather": 256 * 1024}
-# Up to how many ranks sending to each other at once beats taking turns.
+# Up to how many ranks sending to each other at once beats taking turns; of an all_gather, below.
 FEW = 8
 
 

@@ -1,12 +1,12 @@
-"""Pictures of lesson 03: plain data in, a `Picture` out.
+"""Pictures of hybrid shard: plain data in, a `Picture` out.
 
 draw_nodes   which quarters of the model the ranks of each node hold, and what crosses between nodes
 draw_curves  numbers step by step, a line for each name
 """
 
+from s2s_lib.course.charts import WIDTH
 from s2s_lib.course.draw import EDGE, FAINT, PAD, Canvas, Picture, colour, text_width
 
-WIDTH = 760
 BOX, ROW = 30, 38
 
 

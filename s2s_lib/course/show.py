@@ -7,7 +7,7 @@ a lesson whose stored source is no longer the library's fails as a test, with th
 import inspect
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from s2s_lib.meters.units import human_bytes
 
@@ -69,18 +69,6 @@ def row_ddp(parameters: int, ranks: int) -> Row:
     return Row(f"DDP, {ranks} ranks", alone.weights, alone.gradients, alone.optimizer, sent)
 
 
-def row_hybrid(parameters: int, shard: int, replicate: int) -> Row:
-    """ZeRO-3 inside a node of `shard` ranks, `replicate` nodes: a shard of everything is held.
-
-    Sent per rank: 3(S-1)/S of the weights' bytes inside, 2(R-1)/R of a shard between nodes.
-    """
-    alone = row_one_process(parameters)
-    held = [kind / shard for kind in (alone.weights, alone.gradients, alone.optimizer)]
-    inside = 3 * (shard - 1) / shard * alone.weights
-    between = 2 * (replicate - 1) / replicate * alone.gradients / shard
-    return Row(f"hybrid shard, {replicate} x {shard} ranks", *held, inside + between)
-
-
 def row_zero(parameters: int, ranks: int, stage: int) -> Row:
     """ZeRO at stage 0 to 3: of W ranks each holds 1/W of the optimizer state (from stage 1 on), of
     the gradients (2) and of the weights (3). It sends (W-1)/W of the weights' bytes to reduce
@@ -96,6 +84,20 @@ def row_zero(parameters: int, ranks: int, stage: int) -> Row:
         alone.gradients / gradients,
         alone.optimizer / optimizer,
         sent,
+    )
+
+
+def row_hybrid(parameters: int, shard: int, replicate: int) -> Row:
+    """ZeRO-3 inside a node of `shard` ranks, `replicate` nodes: a shard of everything is held.
+
+    Sent per rank: as ZeRO-3 inside the node, and 2(R-1)/R of a shard of gradients between nodes.
+    """
+    inside = row_zero(parameters, shard, stage=3)
+    between = 2 * (replicate - 1) / replicate * inside.gradients
+    return replace(
+        inside,
+        strategy=f"hybrid shard, {replicate} x {shard} ranks",
+        sent_per_step=inside.sent_per_step + between,
     )
 
 

@@ -29,6 +29,11 @@ ALGORITHM = "direct"
 
 
 class Flat:
+    """Parameters of one dtype, all trainable or all frozen, and the memory under them (see above).
+
+    `keep_full` and `keep_local` say what is not dropped after use: the weights, the gradients.
+    """
+
     def __init__(
         self, names, parameters, group, working_dtype=None, keep_full=True, keep_local=True
     ):
@@ -46,7 +51,6 @@ class Flat:
         for parameter in parameters:
             self.starts.append(numel)
             numel += parameter.numel()
-        self.numel = numel
         self.piece = -(-numel // group.size)
         self.begin = group.rank * self.piece
         self.in_use = False

@@ -284,7 +284,7 @@ class ZeRO(nn.Module):
             )
         for tensor in tensors:
             if tensor.grad_fn is not None:
-                # Called after the hooks of the tensor, which close the unit that it went into.
+                # By then the unit that it went into is closed: its view of it comes first.
                 tensor.grad_fn.register_prehook(functools.partial(self.before_backward, unit))
 
     def open(self, unit, order):

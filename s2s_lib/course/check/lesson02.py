@@ -4,7 +4,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from s2s_lib.course.check.answers import Wrong, attempted, run, same_number, same_tensor
+from s2s_lib.course.check.answers import (
+    Wrong,
+    attempted,
+    rounded_to,
+    run,
+    same_number,
+    same_tensor,
+)
 from s2s_lib.course.reference import gradients
 from s2s_lib.meters.bill import bill
 from s2s_lib.meters.memory import memory
@@ -63,7 +70,7 @@ def sharded_adamw_step(yours):
         part = -(-numel // size)
         for rank, one in enumerate(ran):
             where, (got, stepped) = f"on {size} ranks, rank {rank}", one.result
-            same_tensor(where, _rounded_to(got, whole.detach()), whole.detach())
+            same_tensor(where, rounded_to(got, whole.detach()), whole.detach())
             if stepped > part:
                 raise Wrong(
                     f"{where}: its optimizer steps {stepped} of {numel} weights; {part} are enough"
@@ -145,9 +152,9 @@ def _same_clip(where, clipped, norm, expected):
     got, found, collectives = clipped
     if got is not None:
         got = torch.as_tensor(got, dtype=torch.float64).reshape(())
-    same_tensor(f"{where}, norm", _rounded_to(got, norm), norm)
+    same_tensor(f"{where}, norm", rounded_to(got, norm), norm)
     for name, right in expected.items():
-        same_tensor(f"{where}, gradient of {name}", _rounded_to(found[name], right), right)
+        same_tensor(f"{where}, gradient of {name}", rounded_to(found[name], right), right)
     if collectives > 1:
         raise Wrong(f"{where}: it called {collectives} collectives; one number is enough")
 
@@ -169,10 +176,3 @@ def _untouched(cases):
     """Whether every case returned None and sent nothing; says "not attempted" if so."""
     untouched = all(result is None and not sent for result, sent in cases)
     return untouched and not attempted(None)
-
-
-def _rounded_to(got, right):
-    """What differs by rounding only is not wrong."""
-    if not isinstance(got, torch.Tensor) or (got.shape, got.dtype) != (right.shape, right.dtype):
-        return got
-    return torch.where(torch.isclose(got, right, rtol=1e-6, atol=1e-10), right, got)
