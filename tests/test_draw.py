@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from s2s_lib import draw
 from s2s_lib.collectives.tree import family
-from s2s_lib.course import charts, draw, pictures
+from s2s_lib.course import charts, pictures
 
 GIVEN = {
     "ranks": (pictures.draw_ranks, [[("a", 0), ("b", 1)], [("a", 0)]]),

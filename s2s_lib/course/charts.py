@@ -7,7 +7,7 @@ draw_buckets   gradients in the order of backward, grouped into buckets
 
 import math
 
-from s2s_lib.course.draw import FAINT, GREY, PAD, PALETTE, Canvas, Picture, colour, text_width
+from s2s_lib.draw import FAINT, GREY, PAD, PALETTE, Canvas, Picture, colour, text_width
 from s2s_lib.meters.units import human_bytes
 
 # The same kind has the same colour in every picture of the course.

@@ -5,7 +5,7 @@ draw_curves  numbers step by step, a line for each name
 """
 
 from s2s_lib.course.charts import WIDTH
-from s2s_lib.course.draw import EDGE, FAINT, PAD, Canvas, Picture, colour, text_width
+from s2s_lib.draw import EDGE, FAINT, PAD, Canvas, Picture, colour, text_width
 
 BOX, ROW = 30, 38
 

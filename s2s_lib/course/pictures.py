@@ -9,7 +9,7 @@ draw_tree    the binomial broadcast, as rounds
 
 import math
 
-from s2s_lib.course.draw import FAINT, PAD, PALETTE, Canvas, Picture, colour, text_width
+from s2s_lib.draw import FAINT, PAD, PALETTE, Canvas, Picture, colour, text_width
 
 
 def draw_ranks(holdings, after=None, operation="") -> Picture:

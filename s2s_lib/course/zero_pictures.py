@@ -1,8 +1,8 @@
 """Pictures of ZeRO: which part of weights, gradients and optimizer state each rank holds."""
 
 from s2s_lib.course.charts import KIND_COLOURS, WIDTH
-from s2s_lib.course.draw import EDGE, FAINT, PAD, Canvas, Picture
 from s2s_lib.course.show import row_zero
+from s2s_lib.draw import EDGE, FAINT, PAD, Canvas, Picture
 
 # From which stage on a kind is cut, and its bytes for each parameter (float32, AdamW).
 KINDS = {"weights": (3, 4), "gradients": (2, 4), "optimizer": (1, 8)}

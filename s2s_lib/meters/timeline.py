@@ -45,6 +45,9 @@ class Timeline(connection.Log):
     def wait(self, name, channel, start, end):
         self.waits.append(Span(start, end, "waiting", name, channel))
 
+    def action(self, name, start, end):
+        self.sections.append(Span(start, end, "compute", name, 0))
+
     def mark(self, name, when):
         self.marks.append((name, when))
 
@@ -55,7 +58,7 @@ class Timeline(connection.Log):
         try:
             yield
         finally:
-            self.sections.append(Span(start, time.monotonic(), "compute", name, 0))
+            self.action(name, start, time.monotonic())
 
     def spans(self, track: int = 0) -> list[Span]:
         """What a thread did, in order, without overlap. Compute is listed for the main thread."""

@@ -27,6 +27,9 @@ class Log:
     def wait(self, name, channel, start, end):
         """In it, this thread was blocked until its partner was ready (see `Transfer.wait`)."""
 
+    def action(self, name, start, end):
+        """The main thread computed something that has a name."""
+
     def mark(self, name, when):
         """Somebody noted a moment."""
 

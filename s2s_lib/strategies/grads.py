@@ -3,10 +3,10 @@
     who holds what    every rank its gradients, or its shards of them
     who sends what    a number up and down a tree, for each group over which some gradient is cut
 
-A strategy that cuts gradients over a group says so with `cut_over`; all others are held whole, and
-the same, by every rank. The square of a norm is a sum over elements, so each element is to be
-counted once: cut gradients are summed over their group and never over replicas, whole ones are not
-summed over ranks at all.
+A strategy that cuts gradients over a group says so with `cut_over`, one that gives each rank other
+layers with `spread_over`; all others are held whole, and the same, by every rank. The square of a
+norm is a sum over elements, so each element is to be counted once: cut gradients are summed over
+their group and never over replicas, whole ones are not summed over ranks at all.
 """
 
 import math
@@ -20,11 +20,25 @@ from s2s_lib.ranks.group import Group
 
 # Parameter -> the group over which its gradient is cut into shards.
 _cut_over = WeakIdKeyDictionary()
+# Module -> the group whose ranks each have other layers of one model.
+_spread_over = WeakIdKeyDictionary()
+# Parameters of which another rank, or this one, has a copy that counts.
+_counted_elsewhere = WeakIdKeyDictionary()
 
 
 def cut_over(parameter: torch.nn.Parameter, group: Group):
     """Say that each rank of `group` holds a different part of this parameter and its gradient."""
     _cut_over[parameter] = group
+
+
+def spread_over(module: torch.nn.Module, group: Group):
+    """Say that each rank of `group` holds other layers of one model, this one those of `module`."""
+    _spread_over[module] = group
+
+
+def counted_elsewhere(parameter: torch.nn.Parameter):
+    """Say that this is a copy, with the same gradient, of a parameter that is counted."""
+    _counted_elsewhere[parameter] = True
 
 
 def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 2.0):
@@ -33,8 +47,9 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 
     Returns the norm before, a float64 tensor and the same number on all ranks: the `norm_type`
     norm (2, another number above 0, or inf) of the gradient as one process would have it. Padding
     counts for nothing, a tied parameter once, one without a gradient not at all. All ranks of the
-    groups over which gradients are cut must call it; the ranks of each such group together send
-    2(W-1) numbers of 8 bytes.
+    groups over which gradients are cut or layers spread must call it; the ranks of each such group
+    together send 2(W-1) numbers of 8 bytes. With a pipeline, give the `Pipeline`: one of its stages
+    alone would give the norm of that stage.
     """
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
@@ -42,6 +57,8 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 
     worst = math.isinf(norm_type)
     groups, totals = {}, {}
     for parameter in model.parameters():
+        if parameter in _counted_elsewhere:
+            continue
         group = _cut_over.get(parameter)
         if parameter.requires_grad or parameter.grad is not None:
             key = group and group.ranks
@@ -55,6 +72,9 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 
         if groups[key] is not None:
             total = all_reduce(total, groups[key], "max" if worst else "sum")
         whole = torch.maximum(whole, total) if worst else whole + total
+    for module in model.modules():
+        if module in _spread_over:
+            whole = all_reduce(whole, _spread_over[module], "max" if worst else "sum")
     norm = whole if worst else whole ** (1 / norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parameter in model.parameters():

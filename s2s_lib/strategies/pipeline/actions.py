@@ -1,0 +1,253 @@
+"""What a schedule is: for each rank, the actions it takes in order.
+
+    F  the forward of one micro-batch through one stage
+    B  its backward: the gradient of the stage's input and those of its weights
+    I, W  the two halves of a B apart: the gradient of the input, on which the stage before waits,
+          and those of the weights, on which nobody waits (Qi et al., arXiv:2401.10241)
+
+What must come before what is the same in every schedule: F needs the F of the stage before, B and
+I need the stage's own F and the B or I of the stage after, W needs its I. A `Schedule` checks that
+it can be run when it is made, so a wrong one is refused before any process starts.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+KINDS = ("F", "B", "I", "W")
+_BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
+
+
+class Action(NamedTuple):
+    """One micro-batch through one stage: kind F, B, I or W. Written `2F0`: stage 2, F, first."""
+
+    stage: int
+    kind: str
+    micro: int
+
+    def __str__(self):
+        return f"{self.stage}{self.kind}{self.micro}"
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """`ranks[r]` is the tuple of actions that rank r takes, in order.
+
+    Of every stage and micro-batch there must be one F and either one B, or one I and one W, or (in
+    a schedule for inference, then for all) neither. `stages` and `microbatches` count them,
+    `rank_of[s]` is the rank of stage s, `order` lists (rank, action) such that every action comes
+    after all it needs. With `feedback` n, what comes out of the last stage for a micro-batch goes
+    into the first as the n-th after it.
+
+    ValueError names the first action that is there twice, missing, or can never run.
+    """
+
+    name: str
+    ranks: tuple[tuple[Action, ...], ...]
+    feedback: int = 0
+    stages: int = field(init=False)
+    microbatches: int = field(init=False)
+    rank_of: tuple[int, ...] = field(init=False)
+    order: tuple[tuple[int, Action], ...] = field(init=False, compare=False)
+
+    def __post_init__(self):
+        rank_of = self._placement()
+        self._set("ranks", tuple(tuple(map(Action._make, line)) for line in self.ranks))
+        self._set("stages", 1 + max(rank_of))
+        self._set("microbatches", 1 + max(a.micro for line in self.ranks for a in line))
+        self._set("rank_of", tuple(rank_of.get(stage) for stage in range(self.stages)))
+        self._check_complete()
+        self._set("order", tuple(in_order(self)))
+
+    def _set(self, name, value):
+        object.__setattr__(self, name, value)
+
+    def _placement(self):
+        if not self.ranks:
+            raise ValueError(f"{self.name}: a schedule needs at least one rank")
+        rank_of = {}
+        for rank, line in enumerate(self.ranks):
+            if not line:
+                raise ValueError(f"{self.name}: rank {rank} has nothing to do; use fewer ranks")
+            for action in line:
+                if not _is_action(action):
+                    raise ValueError(
+                        f"{self.name}: {tuple(action)} of rank {rank} is no action: give (stage, "
+                        "kind, micro-batch), two whole numbers from 0 and F, B, I or W between"
+                    )
+                stage, kind, micro = action
+                if rank_of.setdefault(stage, rank) != rank:
+                    raise ValueError(
+                        f"{self.name}: {stage}{kind}{micro} is on rank {rank}, but rank "
+                        f"{rank_of[stage]} runs stage {stage}"
+                    )
+        return rank_of
+
+    def _check_complete(self):
+        places, actions = self.stages * self.microbatches, sum(map(len, self.ranks))
+        if places > actions:
+            raise ValueError(
+                f"{self.name}: {self.stages} stages and {self.microbatches} micro-batches need at "
+                f"least {places} actions, there are {actions}"
+            )
+        # Of every stage and micro-batch, the kinds seen, as bits.
+        seen = bytearray(places)
+        for line in self.ranks:
+            for stage, kind, micro in line:
+                place, bit = stage * self.microbatches + micro, _BIT[kind]
+                if seen[place] & bit:
+                    raise ValueError(f"{self.name}: {stage}{kind}{micro} is there twice")
+                seen[place] |= bit
+        whole = (_BIT["F"] + _BIT["B"], _BIT["F"] + _BIT["I"] + _BIT["W"])
+        if not any(bits > _BIT["F"] for bits in seen):
+            whole = (_BIT["F"],)
+        for place, bits in enumerate(seen):
+            if bits not in whole:
+                stage, micro = divmod(place, self.microbatches)
+                kinds = " and ".join(kind for kind in KINDS if bits & _BIT[kind])
+                raise ValueError(
+                    f"{self.name}: stage {stage} has {kinds or 'nothing'} of micro-batch {micro}; "
+                    "it needs F and B, or F, I and W (or, in every place, F alone)"
+                )
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are backwards."""
+        return any(action.kind != "F" for action in self.ranks[0])
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank runs, in the model's order."""
+        return [stage for stage in range(self.stages) if self.rank_of[stage] == rank]
+
+    def forward(self) -> "Schedule":
+        """The same order with forwards alone."""
+        lines = [[action for action in line if action.kind == "F"] for line in self.ranks]
+        return Schedule(f"{self.name}, forward", lines, self.feedback)
+
+    @property
+    def peak_in_flight(self) -> list[int]:
+        """For each rank, the most forwards whose activations it holds at once.
+
+        One counts from its F to the end of its backward: its B, or its W. In inference nothing is
+        held beyond its own F, which counts as 1.
+        """
+        return [max(_in_flight(line)) if self.trains else 1 for line in self.ranks]
+
+    def _repr_html_(self):
+        from s2s_lib.strategies.pipeline.picture import draw_schedule
+
+        return draw_schedule(self)._repr_html_()
+
+    def __str__(self):
+        lines = [repr(self)]
+        for rank, line in enumerate(self.ranks):
+            one = len(self.stages_of(rank)) == 1
+            words = (f"{a.kind}{a.micro}" if one else str(a) for a in line)
+            lines.append(f"rank {rank}: " + " ".join(words))
+        return "\n".join(lines)
+
+    def __repr__(self):
+        ranks = "" if len(self.ranks) == self.stages else f" on {len(self.ranks)} ranks"
+        return f"<{self.name}: {self.stages} stages{ranks}, {self.microbatches} micro-batches>"
+
+
+def _is_action(action):
+    if not isinstance(action, (tuple, list)) or len(action) != 3:
+        return False
+    stage, kind, micro = action
+    numbers = type(stage) is int and type(micro) is int and stage >= 0 and micro >= 0
+    return numbers and isinstance(kind, str) and kind in _BIT
+
+
+def _in_flight(line):
+    held = 0
+    for action in line:
+        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        yield held
+
+
+def needs(action: Action, schedule: Schedule) -> tuple[int, ...]:
+    """What must be done before an action, as places (see `place`)."""
+    stage, kind, micro = action
+    stages, microbatches = schedule.stages, schedule.microbatches
+    own = stage * microbatches + micro
+    if kind == "F":
+        if stage:
+            return (own - microbatches,)
+        back = micro - schedule.feedback
+        return ((stages - 1) * microbatches + back,) if schedule.feedback and back >= 0 else ()
+    back = stages * microbatches + own
+    if kind == "W":
+        return (back,)
+    return (own, back + microbatches) if stage + 1 < stages else (own,)
+
+
+def place(action: Action, schedule: Schedule) -> int:
+    """A number for what an action gives to others: a forward, or the gradient of a stage's input
+    (by B or by I). What W gives nobody needs: -1."""
+    stage, kind, micro = action
+    if kind == "W":
+        return -1
+    row = stage if kind == "F" else schedule.stages + stage
+    return row * schedule.microbatches + micro
+
+
+def goes_to(action: Action, schedule: Schedule) -> int | None:
+    """The stage that uses what an action gives, if any."""
+    stage, kind, micro = action
+    if kind == "W":
+        return None
+    if kind == "F" and stage + 1 == schedule.stages:
+        again = schedule.feedback and micro + schedule.feedback < schedule.microbatches
+        return 0 if again else None
+    to = stage + 1 if kind == "F" else stage - 1
+    return to if to >= 0 else None
+
+
+def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """(rank, action) for all actions, each after what it needs and after those before it on its
+    rank; ValueError names the first that can never run."""
+    done = bytearray(2 * schedule.stages * schedule.microbatches + 1)
+    waiting = {}
+    at = [0] * len(schedule.ranks)
+    ready = deque(range(len(schedule.ranks)))
+    while ready:
+        rank = ready.popleft()
+        line = schedule.ranks[rank]
+        while at[rank] < len(line):
+            action = line[at[rank]]
+            missing = [need for need in needs(action, schedule) if not done[need]]
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
+                break
+            yield rank, action
+            at[rank] += 1
+            given = place(action, schedule)
+            done[given] = 1
+            if given in waiting:
+                ready.extend(waiting.pop(given))
+    wants = {rank: need for need, ranks in waiting.items() for rank in ranks}
+    if wants:
+        stuck = {rank: schedule.ranks[rank][at[rank]] for rank in sorted(wants)}
+        raise ValueError(_impossible(schedule, stuck, wants))
+
+
+def _impossible(schedule, stuck, wants):
+    """Which action can never run; rank r stands at `stuck[r]` and needs the place `wants[r]`."""
+    missing = {
+        rank: next(a for line in schedule.ranks for a in line if place(a, schedule) == wants[rank])
+        for rank in stuck
+    }
+    # Following who waits for whom ends in a ring, of one rank if what it needs stands after it.
+    first, passed = min(stuck), set()
+    while first not in passed:
+        passed.add(first)
+        first = schedule.rank_of[missing[first].stage]
+    alone = schedule.rank_of[missing[first].stage] == first
+    why = "which stands after it" if alone else "which waits in its turn, round a ring"
+    told = "; ".join(f"rank {rank} waits for {missing[rank]} with {a}" for rank, a in stuck.items())
+    return (
+        f"{schedule.name}: {stuck[first]} of rank {first} can never run: it needs "
+        f"{missing[first]}, {why} ({told})"
+    )

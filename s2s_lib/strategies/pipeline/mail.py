@@ -1,0 +1,117 @@
+"""The messages of one batch between stages on different ranks.
+
+A receiver needs memory of the right shapes before a message comes. In the first batch of its shapes
+each activation is told: its description goes before it, and the receiver asks for it when it needs
+it. A batch like one before (`known`) needs none of that: receives are asked for early, as the
+program says. A gradient has the shapes of the activation it belongs to, so it is never told.
+
+A gradient that does not exist (the stage after did not use that output) is not the same as zeros:
+an optimizer skips a weight without gradient, and decays one with zeros. It travels as -0.0 in every
+element, which no sum of gradients is, and no byte more is sent.
+"""
+
+import torch
+
+from s2s_lib.ranks.group import Group
+from s2s_lib.ranks.messages import irecv, isend
+from s2s_lib.strategies.pipeline.actions import Action
+from s2s_lib.strategies.pipeline.values import Description
+
+SHOWN = {"F": "activations", "B": "activation gradients"}
+
+
+class Mail:
+    """Sends and receives for one rank; messages are named as in program.py.
+
+    `known` has the Description of every activation, by message, or is None; `told` collects them.
+    """
+
+    def __init__(self, group: Group, known: dict[Action, Description] | None):
+        self.group = group
+        self.known = known
+        self.told: dict[Action, Description] = {}
+        self.asked, self.sent = {}, {}
+
+    def description(self, message) -> Description:
+        """What a message looks like, if that is known by now."""
+        known = self.told if self.known is None else self.known
+        if message.kind == "F":
+            return known[message]
+        return known[Action(message.stage - 1, "F", message.micro)].of_gradients()
+
+    def ask(self, message, source):
+        """Get ready for a message that comes soon."""
+        if self.known is not None:
+            self.asked[message] = self.receive(message, source)
+
+    def receive(self, message, source):
+        shown = SHOWN[message.kind]
+        buffers = (
+            None if leaf is None else torch.empty(leaf.dims, dtype=leaf.dtype)
+            for leaf in self.description(message).leaves
+        )
+        return [
+            None if out is None else irecv(out, source, self.group, shown, str(message))
+            for out in buffers
+        ]
+
+    def take(self, message, source) -> tuple[list[torch.Tensor | None], Description]:
+        """Wait for a message: its leaves and their description."""
+        if self.known is None and message.kind == "F":
+            self.told[message] = self.hear(message, source)
+        coming = self.asked.pop(message, None) or self.receive(message, source)
+        leaves = [None if transfer is None else transfer.wait() for transfer in coming]
+        if message.kind == "B":
+            leaves = [None if _is_nothing(leaf) else leaf for leaf in leaves]
+        return leaves, self.description(message)
+
+    def give(self, message, to, leaves, description):
+        """Start sending a message. RuntimeError if an activation is not as it is known to be."""
+        before = []
+        if message.kind == "B":
+            shapes = self.description(message).leaves
+            leaves = [_or_nothing(leaf, s) for leaf, s in zip(leaves, shapes, strict=True)]
+        elif self.known is None:
+            self.told[message] = description
+            before = self.tell(message, to, description)
+        elif description != self.known[message]:
+            raise RuntimeError(
+                f"stage {message.stage} gave {description} for micro-batch {message.micro}, and "
+                f"{self.known[message]} in a batch of the same shapes before: what passes between "
+                "stages may change only with the shapes of the batch"
+            )
+        shown = SHOWN[message.kind]
+        self.sent[message] = before + [
+            isend(leaf, to, self.group, shown, str(message)) for leaf in leaves if leaf is not None
+        ]
+
+    def settle(self, message):
+        """Let go of a message that must have been taken by now."""
+        for transfer in self.sent.pop(message, ()):
+            transfer.wait()
+
+    def finish(self):
+        for message in list(self.sent):
+            self.settle(message)
+
+    def tell(self, message, to, description):
+        said = torch.frombuffer(bytearray(description.to_bytes()), dtype=torch.uint8)
+        size = torch.tensor([len(said)])
+        label = f"of {message}"
+        return [isend(part, to, self.group, "description", label) for part in (size, said)]
+
+    def hear(self, message, source) -> Description:
+        label = f"of {message}"
+        size = irecv(torch.empty(1, dtype=torch.int64), source, self.group, "description", label)
+        said = torch.empty(int(size.wait()), dtype=torch.uint8)
+        irecv(said, source, self.group, "description", label).wait()
+        return Description.from_bytes(said.numpy().tobytes())
+
+
+def _or_nothing(gradient, shape):
+    return torch.full(shape.dims, -0.0, dtype=shape.dtype) if gradient is None else gradient
+
+
+def _is_nothing(gradient):
+    numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return bool(numbers.numel()) and not numbers.any() and bool(torch.signbit(numbers).all())

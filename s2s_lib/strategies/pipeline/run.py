@@ -1,0 +1,220 @@
+"""A schedule, run: one executor for all of them.
+
+    who holds what    each rank its stages: their weights, gradients and optimizer state, and the
+                      activations of the micro-batches in flight
+    who sends what    for each micro-batch and each boundary between ranks, the activations forward
+                      and their gradients backward; once a batch 48 bytes to every other rank
+
+What a stage returns is the one argument of the next, as in `nn.Sequential`: a tensor, or tensors in
+tuples, lists and dicts. The executor walks through the rank's program (program.py) and knows four
+things to do: F, B, I and W of one micro-batch through one stage (batch.py).
+
+torch.distributed.pipelining does more: stages on different devices, compiled stages, gradients
+reduced over replicas as actions of the schedule.
+"""
+
+import contextlib
+import hashlib
+import json
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from s2s_lib.collectives.functions import all_gather
+from s2s_lib.ranks.connection import current
+from s2s_lib.ranks.group import Group, check_group
+from s2s_lib.strategies.grads import spread_over
+from s2s_lib.strategies.pipeline import values
+from s2s_lib.strategies.pipeline.accelerator import Accelerator
+from s2s_lib.strategies.pipeline.actions import Schedule
+from s2s_lib.strategies.pipeline.batch import Batch
+from s2s_lib.strategies.pipeline.halves import Halves
+from s2s_lib.strategies.pipeline.mail import Mail
+from s2s_lib.strategies.pipeline.program import program
+from s2s_lib.strategies.pipeline.ties import Ties
+from s2s_lib.strategies.replicas import exchange
+
+# How a rank begins a batch.
+REFUSED, STEP, EVALUATE, OUTPUT = -1, 0, 1, 2
+
+
+class Pipeline(nn.Module):
+    """The stages of this rank, as a part of a model that runs over all ranks of `group`.
+
+    `stages` is the module of this rank's stage; a list of them where the schedule gives a rank
+    several; or all of the model's stages, as `split` returns them, of which each rank keeps its
+    own. `tied` lists weights that live in several stages (default: what `split` found).
+
+    `step(x, y)` runs forward and backward of one batch; afterwards `.grad` is what one process
+    would have, added to what was there. `loss_fn(output, target)` is a mean over the terms of a
+    micro-batch, and `count(target)` says how many those are, so that the batch's loss is the mean
+    over all of its terms. The default counts the target's rows; where some tokens do not count,
+    `count=lambda y: (y != -100).sum()`.
+
+    Construction: the ranks exchange some hundred bytes; ValueError on all of them if the group has
+    another size than the schedule, a rank has other stages than the schedule gives it, or the
+    ranks disagree on the schedule. Tied weights take the value they have in the first stage that
+    has them. Each batch: an all_gather of 48 bytes a rank; the first of its shapes also tells what
+    its messages look like.
+
+    Modules see one micro-batch at a time: batch norm normalises over that alone.
+    """
+
+    def __init__(
+        self,
+        stages: nn.Module | list[nn.Module],
+        group: Group,
+        schedule: Schedule,
+        loss_fn: Callable | None = None,
+        count: Callable = values.rows,
+        tied: list[dict[int, str]] | None = None,
+    ):
+        super().__init__()
+        check_group(group)
+        tied = list(getattr(stages, "tied", ()) if tied is None else tied)
+        agree_on_schedule(schedule, group, stages, tied)
+        self.group, self.schedule = group, schedule
+        self.loss_fn, self.count = loss_fn, count
+        own = schedule.stages_of(group.rank)
+        if isinstance(stages, nn.Module):
+            stages = [stages]
+        elif len(stages) == schedule.stages:
+            stages = [stages[number] for number in own]
+        self.stages = nn.ModuleList(stages)
+        self.stage = dict(zip(own, self.stages, strict=True))
+        self.ties = Ties(tied, self.stage, group, schedule)
+        spread_over(self, group)
+        self.training_program = program(schedule, group.rank) if schedule.trains else None
+        self.forward_program = program(schedule.forward(), group.rank)
+        split = {action.stage for action in schedule.ranks[group.rank] if action.kind == "I"}
+        self.halves = {number: Halves(self.stage[number]) for number in split}
+        self.accelerator = Accelerator(current().cluster)
+        # What each rank said when a batch began -> descriptions of that batch's messages.
+        self.known = {}
+
+    def step(self, x=None, y=None) -> torch.Tensor | None:
+        """Forward and backward of one batch; the loss, on the rank of the last stage, else None.
+
+        The rank of the first stage gives `x`, that of the last `y`; what others give is not looked
+        at. Each is cut along dim 0 into micro-batches as equal as can be, or is a list of them.
+        """
+        if self.training_program is None:
+            raise ValueError(
+                f"{self.schedule.name} has no backward: call the pipeline, or evaluate"
+            )
+        return self.run(STEP, x, y).loss
+
+    @torch.no_grad()
+    def evaluate(self, x=None, y=None) -> torch.Tensor | None:
+        """The loss of one batch, forward alone; on the rank of the last stage, else None."""
+        return self.run(EVALUATE, x, y).loss
+
+    @torch.no_grad()
+    def forward(self, x=None):
+        """The output for one batch, without gradient; on the rank of the last stage, else None."""
+        outputs = self.run(OUTPUT, x, None).outputs
+        return values.join_rows([outputs[micro] for micro in sorted(outputs)]) if outputs else None
+
+    def run(self, mode, x, y) -> Batch:
+        """One batch through the pipeline."""
+        try:
+            inputs, targets, shares = self.cut(mode, x, y)
+            mine = self.summary(mode, inputs, targets)
+        except Exception:
+            # The others are told, or they would wait for this rank.
+            self.exchange([REFUSED, 0, -1, 0, -1, 0])
+            raise
+        said = self.exchange(mine)
+        check_same_batch(said)
+        mail = Mail(self.group, self.known.get(said))
+        batch = Batch(self, mode == STEP, inputs, targets, shares)
+        with self.ties.summed() if mode == STEP else contextlib.nullcontext():
+            for step in self.training_program if mode == STEP else self.forward_program:
+                for coming in step.ask:
+                    mail.ask(*coming)
+                if step.take:
+                    batch.here[step.take[0]] = mail.take(*step.take)
+                for sent in step.settle:
+                    mail.settle(sent)
+                batch.act(step.action)
+                if step.give:
+                    mail.give(*step.give, *batch.here.pop(step.give[0]))
+            mail.finish()
+        self.known.setdefault(said, mail.told)
+        return batch
+
+    def cut(self, mode, x, y):
+        """This rank's micro-batches of inputs and of targets, and each target's share of the loss;
+        None for what it does not need."""
+        inputs = targets = shares = None
+        if 0 in self.stage:
+            inputs = values.cut(x, self.schedule.microbatches, "x")
+            if any(leaf.requires_grad for value in inputs for leaf in values.tensors(value)):
+                raise ValueError("x requires a gradient and would get none: give x.detach()")
+        if self.schedule.stages - 1 in self.stage and mode != OUTPUT:
+            if self.loss_fn is None:
+                raise ValueError("a loss needs Pipeline(stages, group, schedule, loss_fn)")
+            targets = values.cut(y, self.schedule.microbatches, "y")
+            counts = [int(self.count(target)) for target in targets]
+            if min(counts) < 0 or not sum(counts):
+                raise ValueError(f"count says {counts}: the loss would be a mean of nothing")
+            shares = [count / sum(counts) for count in counts]
+        return inputs, targets, shares
+
+    def summary(self, mode, inputs, targets) -> list[int]:
+        """How this rank begins, for the others: what it does, a number for all that decides how
+        its messages look, and of x and of y the number of rows and one for how they are cut."""
+        flags = [(m.training, [p.requires_grad for p in m.parameters()]) for m in self.stages]
+        shapes = [values.flatten(value, "x")[1] for value in inputs or ()]
+        number = hash((str(flags), str(shapes))) & 0x7FFFFFFFFFFFFFFF
+        rows = [[values.rows(value) for value in given or ()] for given in (inputs, targets)]
+        marks = [(sum(r), zlib.crc32(str(r).encode())) if r else (-1, 0) for r in rows]
+        return [mode, number, *marks[0], *marks[1]]
+
+    def exchange(self, mine: list[int]) -> tuple:
+        """What every rank says, the same on all of them."""
+        return tuple(map(tuple, all_gather(torch.tensor([mine]), self.group).tolist()))
+
+
+def check_same_batch(said):
+    """Errors where the ranks begin differently; `said` by all, see `Pipeline.summary`."""
+    modes = [mode for mode, *_ in said]
+    if REFUSED in modes:
+        raise RuntimeError(f"rank {modes.index(REFUSED)} could not begin: see its error")
+    if len(set(modes)) > 1:
+        words = [("step", "evaluate", "forward")[mode] for mode in modes]
+        told = ", ".join(f"rank {rank} {word}" for rank, word in enumerate(words))
+        raise ValueError(f"the ranks have called different things: {told}")
+    (x, cut_x), (y, cut_y) = (max(row[i : i + 2] for row in said) for i in (2, 4))
+    if y != -1 and (x, cut_x) != (y, cut_y):
+        raise ValueError(
+            f"x has {x} rows on the first stage's rank, y {y} on the last's"
+            + (", in other micro-batches" if x == y else "")
+        )
+
+
+def agree_on_schedule(schedule, group, stages, tied):
+    """ValueError on all ranks unless they have one schedule, and each the stages it needs."""
+    lines = "".join(map(str, (schedule, [sorted(weights.items()) for weights in tied])))
+    given = 1 if isinstance(stages, nn.Module) else len(stages)
+    mine = [repr(schedule), hashlib.sha256(lines.encode()).hexdigest(), given]
+    said = [json.loads(words) for words in exchange(json.dumps(mine).encode(), group)]
+    for rank, (name, digest, _) in enumerate(said):
+        if digest != said[0][1]:
+            other = name if name != said[0][0] else "one with other actions or other tied weights"
+            raise ValueError(
+                f"rank 0 has {said[0][0]}, rank {rank} {other}: build the same on every rank"
+            )
+    if len(schedule.ranks) != group.size:
+        raise ValueError(
+            f"{schedule!r} is for {len(schedule.ranks)} ranks, the group has {group.size}"
+        )
+    for rank, (*_, given) in enumerate(said):
+        own = schedule.stages_of(rank)
+        if given not in (len(own), schedule.stages):
+            raise ValueError(
+                f"rank {rank} got {given} modules for its stages {own} of {schedule!r}: give it "
+                f"those {len(own)}, or all {schedule.stages}"
+            )

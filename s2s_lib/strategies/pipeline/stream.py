@@ -1,0 +1,78 @@
+"""Token generation through a pipeline, for several requests at once.
+
+A request's next token needs the one before it, so alone it keeps one rank busy at a time. As many
+requests as ranks keep all of them busy: while one is in the last stage, the next is in the one
+before. That order is `schedule.streaming`, forwards alone, in which what comes out of the last
+stage goes into the first again.
+
+The plain GPT keeps nothing between tokens, so each forward reads its whole row again; a server
+would keep keys and values, and send one token's activations.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from s2s_lib.collectives.functions import broadcast
+from s2s_lib.strategies.pipeline import schedule, values
+from s2s_lib.strategies.pipeline.mail import Mail
+from s2s_lib.strategies.pipeline.program import before, program
+from s2s_lib.strategies.pipeline.run import Pipeline
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The likeliest token of each row of [B, V], as [B]; of equal ones the first."""
+    return logits.argmax(dim=-1)
+
+
+@torch.no_grad()
+def generate(
+    pipeline: Pipeline,
+    prompts: Sequence[torch.Tensor],
+    tokens: int,
+    pick: Callable[[torch.Tensor], torch.Tensor] = greedy,
+) -> list[torch.Tensor]:
+    """`tokens` new tokens for each prompt; on every rank, a tensor [tokens] for each.
+
+    `prompts` are rows of tokens [T], of any lengths, the same list on every rank; `pick` chooses a
+    token from logits [1, V]. The stages, one a rank, together map tokens [1, T] to logits
+    [1, T, V]. Each forward's activations are sent on, and each new token to the first rank; at the
+    end all tokens go to every rank.
+    """
+    group = pipeline.group
+    if pipeline.schedule.stages != group.size:
+        raise ValueError(
+            f"generate streams through one stage a rank, here are {pipeline.schedule.stages} "
+            f"stages on {group.size} ranks: build a Pipeline with schedule.forward_only"
+        )
+    if not len(prompts) or any(prompt.dim() != 1 or not len(prompt) for prompt in prompts):
+        raise ValueError("prompts: give at least one row of tokens [T], each with a token or more")
+    order = schedule.streaming(group.size, len(prompts), tokens)
+    first, last = group.rank == 0, group.rank == group.size - 1
+    rows = [prompt[None] for prompt in prompts]
+    chosen = [[] for _ in prompts]
+    mail, here = Mail(group, None), {}
+    for step in program(order, group.rank):
+        if step.take:
+            here[step.take[0]] = mail.take(*step.take)
+        for sent in step.settle:
+            mail.settle(sent)
+        needed, request = before(step.action, order), step.action.micro % len(prompts)
+        value = values.build(*here.pop(needed)) if needed else None
+        if first:
+            if value is not None:
+                rows[request] = torch.cat([rows[request], value], dim=1)
+            value = rows[request]
+        with pipeline.accelerator.pace(step.action):
+            value = pipeline.stages[0](value)
+        if last:
+            value = pick(value[:, -1])[:, None]
+            chosen[request].append(value)
+        here[step.action] = values.flatten(value, f"stage {group.rank}")
+        if step.give:
+            mail.give(*step.give, *here.pop(step.give[0]))
+    mail.finish()
+    result = torch.zeros(len(prompts), tokens, dtype=rows[0].dtype)
+    if last:
+        result = torch.cat([torch.cat(row, dim=1) for row in chosen])
+    return list(broadcast(result, group, root=group.size - 1))
