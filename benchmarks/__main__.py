@@ -1,8 +1,8 @@
-"""`python -m benchmarks [starts] [collectives] [steps] [links] [zero]`: all of them by default."""
+"""`python -m benchmarks [starts] [collectives] [steps] [links] [zero] [pipeline]`: by default all."""
 
 import sys
 
-from benchmarks import collectives, links, report, starts, steps, zero
+from benchmarks import collectives, links, pipeline, report, starts, steps, zero
 
 PARTS = {
     "starts": starts,
@@ -10,6 +10,7 @@ PARTS = {
     "steps": steps,
     "links": links,
     "zero": zero,
+    "pipeline": pipeline,
 }
 
 

@@ -91,10 +91,23 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """tokens [B, T] -> their rows of weight [V, D]."""
+    """tokens [B, T], T <= seq -> their rows of weight [V, D]: [B, T, D]."""
+
+    def __init__(self, config: GPTConfig):
+        self.seq = config.seq
+        super().__init__(config.vocab, config.hidden)
 
     def reset_parameters(self):
         nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, tokens_BT):
+        # Here and not in GPT: whoever runs a part of the model that begins with tokens is told too.
+        if tokens_BT.dim() != 2 or tokens_BT.shape[1] > self.seq:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens_BT.shape)}: give [batch, tokens] with at most "
+                f"seq={self.seq} tokens in a row, or a config with a larger seq"
+            )
+        return super().forward(tokens_BT)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -189,7 +202,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.embed = Embedding(config.vocab, config.hidden)
+        self.embed = Embedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=1e-6)
         self.head = Linear(config.hidden, config.vocab)
@@ -197,11 +210,6 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        if tokens_BT.dim() != 2 or tokens_BT.shape[1] > self.config.seq:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens_BT.shape)}: give [batch, tokens] with at most "
-                f"seq={self.config.seq} tokens in a row, or a config with a larger seq"
-            )
         x_BTD = self.embed(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD)

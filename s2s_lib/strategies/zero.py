@@ -93,6 +93,9 @@ class ZeRO(nn.Module):
     through `.data` stages 1 and 2 do not notice, unless an optimizer of torch's class does it.
     """
 
+    # A pipeline's I and W (strategies/pipeline): by the time of W the weights are shards again.
+    backward_comes_apart = False
+
     def __init__(
         self,
         module: nn.Module,

@@ -11,10 +11,9 @@ arithmetic is done before the sleep would end; `overran` counts the actions for 
 import contextlib
 import time
 
-from torch.utils.flop_counter import FlopCounterMode
-
 from s2s_lib.ranks.connection import current
 from s2s_lib.ranks.links import sleep_until
+from s2s_lib.strategies.pipeline.flops import counted
 
 
 class Accelerator:
@@ -36,7 +35,7 @@ class Accelerator:
         if self.rate is None or key in self.seconds:
             yield
         else:
-            with FlopCounterMode(display=False) as counter:
+            with counted() as counter:
                 yield
             self.seconds[key] = counter.get_total_flops() / self.rate
         if self.rate is not None:

@@ -52,12 +52,14 @@ class Schedule:
     order: tuple[tuple[int, Action], ...] = field(init=False, compare=False)
 
     def __post_init__(self):
+        self._set("ranks", tuple(tuple(line) for line in self.ranks))
         rank_of = self._placement()
         self._set("ranks", tuple(tuple(map(Action._make, line)) for line in self.ranks))
         self._set("stages", 1 + max(rank_of))
         self._set("microbatches", 1 + max(a.micro for line in self.ranks for a in line))
-        self._set("rank_of", tuple(rank_of.get(stage) for stage in range(self.stages)))
         self._check_complete()
+        self._set("rank_of", tuple(rank_of[stage] for stage in range(self.stages)))
+        self._check_feedback()
         self._set("order", tuple(in_order(self)))
 
     def _set(self, name, value):
@@ -73,8 +75,8 @@ class Schedule:
             for action in line:
                 if not _is_action(action):
                     raise ValueError(
-                        f"{self.name}: {tuple(action)} of rank {rank} is no action: give (stage, "
-                        "kind, micro-batch), two whole numbers from 0 and F, B, I or W between"
+                        f"{self.name}: {_shown(action)} of rank {rank} is no action: "
+                        "a stage, F, B, I or W, a micro-batch"
                     )
                 stage, kind, micro = action
                 if rank_of.setdefault(stage, rank) != rank:
@@ -85,12 +87,11 @@ class Schedule:
         return rank_of
 
     def _check_complete(self):
-        places, actions = self.stages * self.microbatches, sum(map(len, self.ranks))
-        if places > actions:
-            raise ValueError(
-                f"{self.name}: {self.stages} stages and {self.microbatches} micro-batches need at "
-                f"least {places} actions, there are {actions}"
-            )
+        places, line = self.stages * self.microbatches, [a for line in self.ranks for a in line]
+        if places > len(line):
+            # One of the first places is empty: found without memory for all of them.
+            taken = {action.stage * self.microbatches + action.micro for action in line}
+            raise ValueError(self._lacks(next(p for p in range(places) if p not in taken), 0))
         # Of every stage and micro-batch, the kinds seen, as bits.
         seen = bytearray(places)
         for line in self.ranks:
@@ -104,12 +105,23 @@ class Schedule:
             whole = (_BIT["F"],)
         for place, bits in enumerate(seen):
             if bits not in whole:
-                stage, micro = divmod(place, self.microbatches)
-                kinds = " and ".join(kind for kind in KINDS if bits & _BIT[kind])
-                raise ValueError(
-                    f"{self.name}: stage {stage} has {kinds or 'nothing'} of micro-batch {micro}; "
-                    "it needs F and B, or F, I and W (or, in every place, F alone)"
-                )
+                raise ValueError(self._lacks(place, bits))
+
+    def _lacks(self, place, bits):
+        stage, micro = divmod(place, self.microbatches)
+        kinds = " and ".join(kind for kind in KINDS if bits & _BIT[kind])
+        return (
+            f"{self.name}: stage {stage} has {kinds or 'nothing'} of micro-batch {micro}; "
+            "it needs F and B, or F, I and W (or, in every place, F alone)"
+        )
+
+    def _check_feedback(self):
+        count = self.feedback
+        if type(count) is not int or count < 0 or (count and self.trains):
+            raise ValueError(
+                f"{self.name}: feedback={count!r}: a whole number of at least 0, and 0 where there "
+                "are backwards"
+            )
 
     @property
     def trains(self) -> bool:
@@ -158,6 +170,11 @@ def _is_action(action):
     stage, kind, micro = action
     numbers = type(stage) is int and type(micro) is int and stage >= 0 and micro >= 0
     return numbers and isinstance(kind, str) and kind in _BIT
+
+
+def _shown(action):
+    triple = isinstance(action, (tuple, list)) and len(action) == 3
+    return "".join(map(str, action)) if triple else repr(action)
 
 
 def _in_flight(line):

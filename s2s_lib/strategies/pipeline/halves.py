@@ -13,10 +13,11 @@ Where a layer is used twice, the second output depends on the weight along two w
 the weight would count the first use again. So for the length of one call a layer holds an alias of
 its weight, the same memory under a name of this call, and the second half asks for the alias.
 
-This is done for the layers of torch.nn, and for classes of yours that keep their `forward`: of these
+This is done for the layers of torch.nn, and classes of yours that keep their `forward`: of these
 it is known that a weight reaches the loss through what the layer returns alone. Any other weight,
 of a module with a forward of its own or read by another module, gets its gradient in the first
-half: right, but not put off.
+half: right, but not put off. (A hook that changes the gradient of what a layer gave acts in both
+halves, and so twice on that layer's weights: put it on the layer's input.)
 
 Memory: activations stay until the second half, and the gradients of the layers' outputs come to
 them. Cost: about 1.2 times a whole backward.
@@ -43,7 +44,8 @@ class Halves:
         for layer in module.modules():
             if _is_plain(layer):
                 layer.register_forward_pre_hook(self.put_aliases)
-                layer.register_forward_hook(self.note_output, always_call=True)
+                # First of all, so that no other hook meets an alias.
+                layer.register_forward_hook(self.note_output, prepend=True, always_call=True)
 
     def record(self):
         self.calls = []
@@ -68,73 +70,80 @@ class Halves:
         _, own, aliases = self.inside.pop()
         layer._parameters.update(own)
         tensors = [t for t in pytree.tree_leaves(output) if _trained(t)]
+        # Of several outputs one may be computed from another, and would count twice.
+        place = get_gradient_edge(tensors[0]) if len(tensors) == 1 else None
         if aliases:
-            self.calls.append(([get_gradient_edge(t) for t in tensors], aliases))
+            self.calls.append((place, aliases))
 
 
 class Half:
     """What the two halves of one backward need: `weights` of the stage, and for each call of a
-    layer the places where its output came out and (alias, parameter) for its own weights."""
+    layer the place where its output came out (None if there is no such one place) and (alias,
+    parameter) for its own weights."""
 
     def __init__(self, weights, calls):
-        self.weights = weights
-        self.calls = calls
-        # What the first half finds: gradients of places with the aliases behind them, and of
-        # weights without an alias.
-        self.found = []
-        self.direct = [None] * len(weights)
+        self.late = [(place, aliases) for place, aliases in calls if place is not None]
+        early = [pair for place, aliases in calls if place is None for pair in aliases]
+        # What the first half asks for itself, and the parameter that each belongs to.
+        self.direct = [(weight, weight) for weight in weights] + early
+        # What it finds: gradients of places with the aliases behind them, and of parameters.
+        self.found, self.sums = [], {}
 
     def inputs(self, outputs, gradients, inputs) -> list[torch.Tensor | None]:
         """The first half: the gradients of `inputs` from those of `outputs`."""
-        places = [edge for edges, _ in self.calls for edge in edges]
+        places = [place for place, _ in self.late]
         found = torch.autograd.grad(
             outputs,
-            [*inputs, *places, *self.weights],
+            [*inputs, *places, *(asked for asked, _ in self.direct)],
             gradients,
             retain_graph=True,
             allow_unused=True,
         )
         of_inputs, rest = found[: len(inputs)], found[len(inputs) :]
-        of_places, self.direct = iter(rest[: len(places)]), rest[len(places) :]
-        for edges, aliases in self.calls:
-            pairs = [(edge, g) for edge, g in zip(edges, of_places, strict=False) if g is not None]
-            if pairs:
-                self.found.append((pairs, aliases))
-        self.calls = []
+        of_places, of_direct = rest[: len(places)], rest[len(places) :]
+        for (place, aliases), grad in zip(self.late, of_places, strict=True):
+            if grad is not None:
+                self.found.append((place, grad, aliases))
+        for (_, parameter), grad in zip(self.direct, of_direct, strict=True):
+            self.add(parameter, grad)
+        self.late = self.direct = ()
         return list(of_inputs)
 
     def weight_gradients(self):
         """The second half: adds to the `.grad` of every weight, once, as a backward would."""
-        sums = {p: g for p, g in zip(self.weights, self.direct, strict=True) if g is not None}
-        left = Counter(parameter for _, aliases in self.found for _, parameter in aliases)
-        for parameter in sums.keys() - left.keys():
-            add_to_grad(parameter, sums.pop(parameter))
+        left = Counter(parameter for *_, aliases in self.found for _, parameter in aliases)
+        ready = {p: self.sums.pop(p) for p in self.sums.keys() - left.keys()}
         while self.found:
-            pairs, aliases = self.found.pop()
-            edges, grads = zip(*pairs, strict=True)
+            place, grad, aliases = self.found.pop()
             own = torch.autograd.grad(
-                edges, [a for a, _ in aliases], grads, retain_graph=True, allow_unused=True
+                [place], [a for a, _ in aliases], [grad], retain_graph=True, allow_unused=True
             )
             for (_, parameter), grad in zip(aliases, own, strict=True):
+                self.add(parameter, grad)
                 left[parameter] -= 1
-                if parameter in sums:
-                    grad = sums.pop(parameter) if grad is None else sums.pop(parameter) + grad
-                if grad is not None and left[parameter]:
-                    sums[parameter] = grad
-                elif grad is not None:
-                    # At once, while the gradient is still in the processor's cache.
-                    add_to_grad(parameter, grad)
+                if not left[parameter] and parameter in self.sums:
+                    total = self.sums.pop(parameter)
+                    if _takes(parameter, total):
+                        # At once, while the gradient is still in the processor's cache.
+                        parameter.grad.add_(total)
+                    else:
+                        ready[parameter] = total
+        if ready:
+            # Through the parameters' own nodes in the graph, all in one backward: calls their
+            # hooks as any backward does.
+            torch.autograd.backward(list(ready), list(ready.values()))
+
+    def add(self, parameter, grad):
+        if grad is not None:
+            before = self.sums.get(parameter)
+            self.sums[parameter] = grad if before is None else before + grad
 
 
-def add_to_grad(parameter, grad):
-    """As the end of a backward does."""
+def _takes(parameter, grad):
+    """Whether adding to `.grad` is all that a backward would do."""
     hooks = parameter._post_accumulate_grad_hooks or parameter._backward_hooks
-    if parameter.grad is None or hooks or parameter.grad.is_sparse or grad.is_sparse:
-        # Through the parameter's own node in the graph: calls hooks, copies what others hold too.
-        torch.autograd.backward([parameter], [grad])
-    else:
-        # The same, without a run of autograd's engine for each weight.
-        parameter.grad.add_(grad)
+    held = parameter.grad
+    return not (hooks or held is None or held.is_sparse or grad.is_sparse)
 
 
 def _trained(thing):

@@ -7,7 +7,7 @@ program says. A gradient has the shapes of the activation it belongs to, so it i
 
 A gradient that does not exist (the stage after did not use that output) is not the same as zeros:
 an optimizer skips a weight without gradient, and decays one with zeros. It travels as -0.0 in every
-element, which no sum of gradients is, and no byte more is sent.
+element (and a gradient that is -0.0 everywhere as 0.0), and no byte more is sent.
 """
 
 import torch
@@ -109,7 +109,10 @@ class Mail:
 
 
 def _or_nothing(gradient, shape):
-    return torch.full(shape.dims, -0.0, dtype=shape.dtype) if gradient is None else gradient
+    if gradient is None:
+        return torch.full(shape.dims, -0.0, dtype=shape.dtype)
+    # Adding 0.0 turns -0.0 into 0.0.
+    return gradient + 0.0 if _is_nothing(gradient) else gradient
 
 
 def _is_nothing(gradient):

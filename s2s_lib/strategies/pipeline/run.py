@@ -89,6 +89,8 @@ class Pipeline(nn.Module):
         self.training_program = program(schedule, group.rank) if schedule.trains else None
         self.forward_program = program(schedule.forward(), group.rank)
         split = {action.stage for action in schedule.ranks[group.rank] if action.kind == "I"}
+        for number in split:
+            refuse_whole(self.stage[number], number, schedule)
         self.halves = {number: Halves(self.stage[number]) for number in split}
         self.accelerator = Accelerator(current().cluster)
         # What each rank said when a batch began -> descriptions of that batch's messages.
@@ -117,6 +119,21 @@ class Pipeline(nn.Module):
         outputs = self.run(OUTPUT, x, None).outputs
         return values.join_rows([outputs[micro] for micro in sorted(outputs)]) if outputs else None
 
+    def durations(self) -> dict[str, list[float]]:
+        """On a cluster with a gpu: how long it was given for each stage, in seconds, as `simulate`
+        takes it. After at least one `step`; all ranks of the group call it."""
+        mine = [(stage, kind, s) for (stage, kind), s in self.accelerator.seconds.items()]
+        said = [json.loads(part) for part in exchange(json.dumps(mine).encode(), self.group)]
+        known = {(stage, kind): s for part in said for stage, kind, s in part}
+        numbers = range(self.schedule.stages)
+        return {
+            "forward": [known.get((stage, "F"), 0.0) for stage in numbers],
+            "backward": [
+                known.get((stage, "I"), known.get((stage, "B"), 0.0)) for stage in numbers
+            ],
+            "weight": [known.get((stage, "W"), 0.0) for stage in numbers],
+        }
+
     def run(self, mode, x, y) -> Batch:
         """One batch through the pipeline."""
         try:
@@ -124,9 +141,9 @@ class Pipeline(nn.Module):
             mine = self.summary(mode, inputs, targets)
         except Exception:
             # The others are told, or they would wait for this rank.
-            self.exchange([REFUSED, 0, -1, 0, -1, 0])
+            self.tell([REFUSED, 0, -1, 0, -1, 0])
             raise
-        said = self.exchange(mine)
+        said = self.tell(mine)
         check_same_batch(said)
         mail = Mail(self.group, self.known.get(said))
         batch = Batch(self, mode == STEP, inputs, targets, shares)
@@ -173,9 +190,19 @@ class Pipeline(nn.Module):
         marks = [(sum(r), zlib.crc32(str(r).encode())) if r else (-1, 0) for r in rows]
         return [mode, number, *marks[0], *marks[1]]
 
-    def exchange(self, mine: list[int]) -> tuple:
+    def tell(self, mine: list[int]) -> tuple:
         """What every rank says, the same on all of them."""
         return tuple(map(tuple, all_gather(torch.tensor([mine]), self.group).tolist()))
+
+
+def refuse_whole(module, number, schedule):
+    for inner in module.modules():
+        if not getattr(inner, "backward_comes_apart", True):
+            raise ValueError(
+                f"{schedule.name} takes the backward of stage {number} apart, and a "
+                f"{type(inner).__name__} allows it only whole: use a schedule with B, 1F1B say, "
+                "or a DDP"
+            )
 
 
 def check_same_batch(said):

@@ -77,8 +77,11 @@ class Timetable:
         """For each rank, the most bytes of activations at once.
 
         A stage's forward leaves `activation` bytes; a B frees them; an I leaves `kept` of them
-        (all, if not given) until its W. The Zero Bubble paper's M_B and M_W.
+        (all, if not given) until its W. The Zero Bubble paper's M_B and M_W. In inference one
+        stage's are there at a time.
         """
+        if not self.schedule.trains:
+            return [activation for _ in self.schedule.ranks]
         kept = activation if kept is None else kept
         change = {"F": activation, "B": -activation, "I": kept - activation, "W": -kept}
         peaks = []

@@ -26,7 +26,7 @@ a constructor, have lost their values on the meta device; a stage that has one i
 import torch
 from torch import nn
 
-from s2s_lib.strategies.pipeline.stages import Stages, tensors_of
+from s2s_lib.strategies.pipeline.partition.stages import Stages, tensors_of
 
 OTHERWISE = "Or build the model with real weights, split that and keep one stage"
 

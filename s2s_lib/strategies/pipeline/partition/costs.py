@@ -15,30 +15,19 @@ The cut is exact. Adding a layer never makes a stage cheaper, so dynamic program
 layers) with that bound looks at each possible stage once: about L^2 of them for L layers.
 """
 
-import math
 import time
 from collections import defaultdict
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
-from s2s_lib.strategies.pipeline.layers import Trace
-from s2s_lib.strategies.pipeline.trace import arguments_of
+from s2s_lib.strategies.pipeline.flops import counted
+from s2s_lib.strategies.pipeline.partition.layers import Trace
+from s2s_lib.strategies.pipeline.partition.trace import arguments_of
 
 MEASURES = ("params", "flops", "time")
 RUNS = 5
-
-
-def attention_flops(q_shape, k_shape, v_shape, *_, out_shape=None, **__) -> int:
-    """Two products for each query head, over all pairs of places: masked ones are counted too."""
-    *heads, T, E = q_shape
-    return 2 * math.prod(heads) * T * k_shape[-2] * (E + v_shape[-1])
-
-
-# Torch's counter knows the attention kernels of accelerators, and not this one.
-CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
 
 
 def check_measure(by, example):
@@ -65,7 +54,7 @@ class Meter(fx.Interpreter):
         self.flops, self.others = {}, {}
 
     def run_node(self, node):
-        with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+        with counted() as counter:
             result = super().run_node(node)
         self.flops[node] = counter.get_total_flops()
         leaves = pytree.tree_leaves(result)

@@ -31,7 +31,7 @@ import operator
 
 from torch import fx, nn
 
-from s2s_lib.strategies.pipeline.costs import (
+from s2s_lib.strategies.pipeline.partition.costs import (
     Meter,
     balance,
     check_measure,
@@ -39,10 +39,10 @@ from s2s_lib.strategies.pipeline.costs import (
     run,
     stage_cost,
 )
-from s2s_lib.strategies.pipeline.layers import Trace, trace_layers
-from s2s_lib.strategies.pipeline.stage import Stage
-from s2s_lib.strategies.pipeline.stages import Row, Stages
-from s2s_lib.strategies.pipeline.trace import (
+from s2s_lib.strategies.pipeline.partition.layers import Trace, trace_layers
+from s2s_lib.strategies.pipeline.partition.stage import Stage
+from s2s_lib.strategies.pipeline.partition.stages import Row, Stages
+from s2s_lib.strategies.pipeline.partition.trace import (
     BY_HAND,
     input_names,
     left_as_it_was,

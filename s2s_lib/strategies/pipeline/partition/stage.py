@@ -60,7 +60,6 @@ def adopt(stage: nn.Module, model: nn.Module, target: str):
         model = getattr(model, part)
         if part not in stage._modules:
             stage.add_module(part, nn.Module())
-            stage._modules[part].training = model.training
         stage = stage._modules[part]
         if stage is model:
             return

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
-from s2s_lib.strategies.pipeline.trace import trace
+from s2s_lib.strategies.pipeline.partition.trace import trace
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

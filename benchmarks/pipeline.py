@@ -1,0 +1,179 @@
+"""A pipeline step of the 5 M GPT beside torch's schedules, the bubble beside the simulator's, and
+what taking a backward apart costs."""
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from benchmarks.collectives import alternate
+from benchmarks.report import result
+from s2s_lib import (
+    GPT,
+    GPU,
+    Cluster,
+    GPTConfig,
+    Pipeline,
+    launch,
+    measured,
+    next_token_loss,
+    schedule,
+    simulate,
+    split,
+    timeline,
+)
+from s2s_lib.course.model import Block
+from s2s_lib.strategies.pipeline.halves import Halves
+
+MICROBATCHES = 8
+CASES = {
+    "GPipe": (ScheduleGPipe, schedule.gpipe, 1.0),
+    "1F1B": (Schedule1F1B, schedule.one_f_one_b, 0.95),
+    "interleaved 1F1B": (ScheduleInterleaved1F1B, schedule.interleaved, 1.0),
+}
+
+
+def gpt():
+    torch.manual_seed(0)
+    return GPT(GPTConfig.small(tied=False))
+
+
+def ours(world, order, tokens, targets):
+    pipeline = Pipeline(split(gpt(), order.stages), world, order, next_token_loss)
+
+    def step():
+        pipeline.zero_grad()
+        pipeline.step(tokens, targets)
+
+    return step
+
+
+def theirs(world, kind, order, tokens, targets):
+    parts = split(gpt(), order.stages)
+    own = [
+        PipelineStage(parts[number], number, order.stages, torch.device("cpu"))
+        for number in order.stages_of(world.rank)
+    ]
+    runner = kind(own if kind is ScheduleInterleaved1F1B else own[0], MICROBATCHES, next_token_loss)
+    given = (tokens,) if world.rank == 0 else ()
+    more = {"target": targets, "losses": []} if world.rank == world.size - 1 else {}
+
+    def step():
+        for stage in own:
+            stage.submod.zero_grad()
+        runner.step(*given, **more)
+
+    return step
+
+
+def compare(world, repeats):
+    torch.manual_seed(0)
+    tokens, targets = torch.randint(256, (2, MICROBATCHES, 64))
+    runs = {}
+    for name, (kind, build, _) in CASES.items():
+        order = build(world.size, MICROBATCHES)
+        runs[name] = ours(world, order, tokens, targets)
+        runs[f"torch {name}"] = theirs(world, kind, order, tokens, targets)
+    runs["ZB-H1"] = ours(world, schedule.zb_h1(world.size, MICROBATCHES), tokens, targets)
+    return alternate(world, runs, repeats, warm_up=3)
+
+
+def steps():
+    times = launch(compare, 25, ranks=4, timeout=120)[0]
+    print(", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in times.items()))
+    for name, (*_, bound) in CASES.items():
+        result(f"step, 4 stages: torch / ours, {name}", times[f"torch {name}"] / times[name], bound)
+
+
+class Layers(nn.Module):
+    """Some layers whose true arithmetic is small beside what an emulated GPU is given for it."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+ROWS = 16
+# 8 layers take 20 ms forward.
+TOY = GPU("toy", 1, 8 * 2 * ROWS * 64 * 64 / 0.020 / 1e12)
+
+
+def paced(world, order):
+    stages = [Layers(8 * world.size // order.stages) for _ in order.stages_of(world.rank)]
+    pipeline = Pipeline(stages, world, order, nn.functional.mse_loss)
+    x = torch.randn(ROWS * order.microbatches, 64)
+    for _ in range(2):
+        pipeline.step(x, x)
+    lines = []
+    for _ in range(3):
+        with timeline() as line:
+            pipeline.step(x, x)
+        lines.append(line)
+    return lines, pipeline.durations()
+
+
+def bubbles():
+    for microbatches in (8, 16):
+        for build in (
+            schedule.gpipe,
+            schedule.one_f_one_b,
+            schedule.interleaved,
+            schedule.zb_h1,
+        ):
+            order = build(4, microbatches)
+            answers = launch(paced, order, ranks=4, cluster=Cluster(1, 4, gpu=TOY))
+            expected = simulate(order, **answers[0][1])
+            runs = [measured(order, lines) for lines in zip(*(a[0] for a in answers), strict=True)]
+            found = sorted(run.bubble for run in runs)[1]
+            print(
+                f"{order!r}: simulated bubble {expected.bubble:.2%}, measured {found:.2%} of total"
+            )
+            result("    points apart", abs(found - expected.bubble) * 100, at_most=2)
+
+
+def take_apart(world, repeats):
+    torch.manual_seed(0)
+    config = GPTConfig(layers=2, hidden=224, heads=8)
+    blocks = {name: nn.Sequential(Block(config), Block(config)) for name in ("whole", "halves")}
+    x = torch.randn(1, 64, 224, requires_grad=True)
+    grad = torch.randn(1, 64, 224)
+    halves = Halves(blocks["halves"])
+
+    def forward():
+        blocks["whole"](x)
+
+    def whole():
+        torch.autograd.backward([blocks["whole"](x)], [grad])
+
+    def in_halves():
+        halves.record()
+        y = blocks["halves"](x)
+        half = halves.done()
+        half.inputs([y], [grad], [x])
+        half.weight_gradients()
+
+    return alternate(
+        world, {"forward": forward, "whole": whole, "in halves": in_halves}, repeats, warm_up=5
+    )
+
+
+def apart():
+    times = launch(take_apart, 101, ranks=1)[0]
+    print(", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in times.items()))
+    backward = [times[name] - times["forward"] for name in ("in halves", "whole")]
+    result("backward in two halves / whole", backward[0] / backward[1], at_most=1.25)
+
+
+def main():
+    apart()
+    steps()
+    bubbles()
