@@ -15,6 +15,7 @@ The cut is exact. Adding a layer never makes a stage cheaper, so dynamic program
 layers) with that bound looks at each possible stage once: about L^2 of them for L layers.
 """
 
+import math
 import time
 from collections import defaultdict
 
