@@ -1,4 +1,4 @@
-"""`python -m benchmarks [starts] [collectives] [steps] [links] [zero] [pipeline]`: by default all."""
+"""`python -m benchmarks [starts] [collectives] [steps] [links] [zero] [pipeline]`, or all six."""
 
 import sys
 

@@ -1,5 +1,6 @@
-"""A pipeline step of the 5 M GPT beside torch's schedules, the bubble beside the simulator's, and
-what taking a backward apart costs."""
+"""A pipeline step beside torch's, the bubble beside the simulator's, a backward taken apart."""
+
+import time
 
 import torch
 from torch import nn
@@ -173,7 +174,20 @@ def apart():
     result("backward in two halves / whole", backward[0] / backward[1], at_most=1.25)
 
 
+def simulator():
+    for name in ("gpipe", "one_f_one_b", "zb_h1"):
+        order = schedule.BUILDERS[name](64, 512)
+        start = time.perf_counter()
+        simulate(order, 1, 1, 1)
+        result(
+            f"seconds to simulate {order.name}, 64 stages x 512 micro-batches",
+            time.perf_counter() - start,
+            at_most=1,
+        )
+
+
 def main():
+    simulator()
     apart()
     steps()
     bubbles()

@@ -16,9 +16,7 @@ its weight, the same memory under a name of this call, and the second half asks 
 This is done for the layers of torch.nn, and classes of yours that keep their `forward`: of these
 it is known that a weight reaches the loss through what the layer returns alone. Any other weight,
 of a module with a forward of its own or read by another module, gets its gradient in the first
-half: right, but not put off. (A hook that changes the gradient of what a layer gave acts in both
-halves, and so twice on that layer's weights: put it on the layer's input.)
-
+half: right, but not put off.
 Memory: activations stay until the second half, and the gradients of the layers' outputs come to
 them. Cost: about 1.2 times a whole backward.
 """
@@ -71,14 +69,38 @@ class Halves:
         layer._parameters.update(own)
         tensors = [t for t in pytree.tree_leaves(output) if _trained(t)]
         # Of several outputs one may be computed from another, and would count twice.
-        place = get_gradient_edge(tensors[0]) if len(tensors) == 1 else None
+        one = len(tensors) == 1 and not (tensors[0].is_leaf or tensors[0]._is_view())
         if aliases:
-            self.calls.append((place, aliases))
+            self.calls.append((mark(tensors[0]) if one else None, aliases))
+
+
+class Mark(torch.autograd.Function):
+    """A node after a layer's output, which stays the same tensor.
+
+    forward: identity    backward: identity
+    """
+
+    @staticmethod
+    def forward(ctx, tensor):
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def mark(output):
+    """The places before and after a new node at a layer's output: where the second half starts,
+    and where the first half reads the gradient, after hooks that others put on the output."""
+    before = get_gradient_edge(output)
+    Mark.apply(output)
+    return before, get_gradient_edge(output)
 
 
 class Half:
     """What the two halves of one backward need: `weights` of the stage, and for each call of a
-    layer the place where its output came out (None if there is no such one place) and (alias,
+    layer the two places where its output came out (None if there is no such one place) and (alias,
     parameter) for its own weights."""
 
     def __init__(self, weights, calls):
@@ -91,7 +113,7 @@ class Half:
 
     def inputs(self, outputs, gradients, inputs) -> list[torch.Tensor | None]:
         """The first half: the gradients of `inputs` from those of `outputs`."""
-        places = [place for place, _ in self.late]
+        places = [after for (_, after), _ in self.late]
         found = torch.autograd.grad(
             outputs,
             [*inputs, *places, *(asked for asked, _ in self.direct)],
@@ -101,9 +123,9 @@ class Half:
         )
         of_inputs, rest = found[: len(inputs)], found[len(inputs) :]
         of_places, of_direct = rest[: len(places)], rest[len(places) :]
-        for (place, aliases), grad in zip(self.late, of_places, strict=True):
+        for ((start, _), aliases), grad in zip(self.late, of_places, strict=True):
             if grad is not None:
-                self.found.append((place, grad, aliases))
+                self.found.append((start, grad, aliases))
         for (_, parameter), grad in zip(self.direct, of_direct, strict=True):
             self.add(parameter, grad)
         self.late = self.direct = ()
@@ -114,9 +136,9 @@ class Half:
         left = Counter(parameter for *_, aliases in self.found for _, parameter in aliases)
         ready = {p: self.sums.pop(p) for p in self.sums.keys() - left.keys()}
         while self.found:
-            place, grad, aliases = self.found.pop()
+            start, grad, aliases = self.found.pop()
             own = torch.autograd.grad(
-                [place], [a for a, _ in aliases], [grad], retain_graph=True, allow_unused=True
+                [start], [a for a, _ in aliases], [grad], retain_graph=True, allow_unused=True
             )
             for (_, parameter), grad in zip(aliases, own, strict=True):
                 self.add(parameter, grad)
