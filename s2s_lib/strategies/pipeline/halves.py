@@ -21,12 +21,15 @@ Memory: activations stay until the second half, and the gradients of the layers'
 them. Cost: about 1.2 times a whole backward.
 """
 
+import weakref
 from collections import Counter
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
+
+from s2s_lib.strategies.backward import weakly
 
 
 class Halves:
@@ -39,11 +42,13 @@ class Halves:
         self.module = module
         self.calls = None
         self.inside = []
-        for layer in module.modules():
-            if _is_plain(layer):
-                layer.register_forward_pre_hook(self.put_aliases)
-                # First of all, so that no other hook meets an alias.
-                layer.register_forward_hook(self.note_output, prepend=True, always_call=True)
+        before, after = weakly(self.put_aliases), weakly(self.note_output)
+        hooks = []
+        for layer in filter(_is_plain, module.modules()):
+            hooks.append(layer.register_forward_pre_hook(before))
+            # First of all, so that no other hook meets an alias.
+            hooks.append(layer.register_forward_hook(after, prepend=True, always_call=True))
+        weakref.finalize(self, _remove, hooks)
 
     def record(self):
         self.calls = []
@@ -166,6 +171,11 @@ def _takes(parameter, grad):
     hooks = parameter._post_accumulate_grad_hooks or parameter._backward_hooks
     held = parameter.grad
     return not (hooks or held is None or held.is_sparse or grad.is_sparse)
+
+
+def _remove(hooks):
+    for hook in hooks:
+        hook.remove()
 
 
 def _trained(thing):

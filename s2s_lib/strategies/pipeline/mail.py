@@ -24,10 +24,12 @@ class Mail:
     """Sends and receives for one rank; messages are named as in program.py.
 
     `known` has the Description of every activation, by message, or is None; `told` collects them.
+    `number` tells this batch from others: what one that failed left on its way, nobody takes.
     """
 
-    def __init__(self, group: Group, known: dict[Action, Description] | None):
+    def __init__(self, group: Group, known: dict[Action, Description] | None, number: int):
         self.group = group
+        self.number = number
         self.known = known
         self.told: dict[Action, Description] = {}
         self.asked, self.sent = {}, {}
@@ -51,7 +53,7 @@ class Mail:
             for leaf in self.description(message).leaves
         )
         return [
-            None if out is None else irecv(out, source, self.group, shown, str(message))
+            None if out is None else irecv(out, source, self.group, shown, self.label(message))
             for out in buffers
         ]
 
@@ -82,7 +84,9 @@ class Mail:
             )
         shown = SHOWN[message.kind]
         self.sent[message] = before + [
-            isend(leaf, to, self.group, shown, str(message)) for leaf in leaves if leaf is not None
+            isend(leaf, to, self.group, shown, self.label(message))
+            for leaf in leaves
+            if leaf is not None
         ]
 
     def settle(self, message):
@@ -94,14 +98,17 @@ class Mail:
         for message in list(self.sent):
             self.settle(message)
 
+    def label(self, message) -> str:
+        return f"{message} of batch {self.number}"
+
     def tell(self, message, to, description):
         said = torch.frombuffer(bytearray(description.to_bytes()), dtype=torch.uint8)
         size = torch.tensor([len(said)])
-        label = f"of {message}"
+        label = self.label(message)
         return [isend(part, to, self.group, "description", label) for part in (size, said)]
 
     def hear(self, message, source) -> Description:
-        label = f"of {message}"
+        label = self.label(message)
         size = irecv(torch.empty(1, dtype=torch.int64), source, self.group, "description", label)
         said = torch.empty(int(size.wait()), dtype=torch.uint8)
         irecv(said, source, self.group, "description", label).wait()

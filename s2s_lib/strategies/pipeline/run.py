@@ -14,7 +14,6 @@ reduced over replicas as actions of the schedule.
 """
 
 import contextlib
-import hashlib
 import json
 import zlib
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from s2s_lib.strategies.grads import spread_over
 from s2s_lib.strategies.pipeline import values
 from s2s_lib.strategies.pipeline.accelerator import Accelerator
 from s2s_lib.strategies.pipeline.actions import Schedule
+from s2s_lib.strategies.pipeline.agree import agree_on_schedule, check_same_batch
 from s2s_lib.strategies.pipeline.batch import Batch
 from s2s_lib.strategies.pipeline.halves import Halves
 from s2s_lib.strategies.pipeline.mail import Mail
@@ -38,6 +38,8 @@ from s2s_lib.strategies.replicas import exchange
 
 # How a rank begins a batch.
 REFUSED, STEP, EVALUATE, OUTPUT = -1, 0, 1, 2
+# Of how many kinds of batch the shapes of the messages are kept.
+REMEMBERED = 64
 
 
 class Pipeline(nn.Module):
@@ -74,27 +76,26 @@ class Pipeline(nn.Module):
         super().__init__()
         check_group(group)
         tied = list(getattr(stages, "tied", ()) if tied is None else tied)
-        agree_on_schedule(schedule, group, stages, tied)
+        own = schedule.stages_of(group.rank) if group.rank < len(schedule.ranks) else []
+        modules = as_list(stages)
+        if len(modules) == schedule.stages:
+            modules = [modules[number] for number in own]
+        stage = dict(zip(own, modules, strict=False))
+        agree_on_schedule(schedule, group, modules, stage, tied)
         self.group, self.schedule = group, schedule
         self.loss_fn, self.count = loss_fn, count
-        own = schedule.stages_of(group.rank)
-        if isinstance(stages, nn.Module):
-            stages = [stages]
-        elif len(stages) == schedule.stages:
-            stages = [stages[number] for number in own]
-        self.stages = nn.ModuleList(stages)
-        self.stage = dict(zip(own, self.stages, strict=True))
+        self.stages, self.stage = nn.ModuleList(modules), stage
         self.ties = Ties(tied, self.stage, group, schedule)
         spread_over(self, group)
         self.training_program = program(schedule, group.rank) if schedule.trains else None
         self.forward_program = program(schedule.forward(), group.rank)
         split = {action.stage for action in schedule.ranks[group.rank] if action.kind == "I"}
-        for number in split:
-            refuse_whole(self.stage[number], number, schedule)
         self.halves = {number: Halves(self.stage[number]) for number in split}
         self.accelerator = Accelerator(current().cluster)
         # What each rank said when a batch began -> descriptions of that batch's messages.
         self.known = {}
+        # Batches begun, and those of them that raised on this rank.
+        self.begun = self.failed = 0
 
     def step(self, x=None, y=None) -> torch.Tensor | None:
         """Forward and backward of one batch; the loss, on the rank of the last stage, else None.
@@ -137,18 +138,26 @@ class Pipeline(nn.Module):
     def run(self, mode, x, y) -> Batch:
         """One batch through the pipeline."""
         try:
-            inputs, targets, shares = self.cut(mode, x, y)
-            mine = self.summary(mode, inputs, targets)
-        except Exception:
+            given = self.cut(mode, x, y)
+            mine = self.summary(mode, *given[:2])
+        except Exception as error:
             # The others are told, or they would wait for this rank.
-            self.tell([REFUSED, 0, -1, 0, -1, 0])
+            self.tell([REFUSED, 0, -1, 0, -1, 0], error)
             raise
         said = self.tell(mine)
         check_same_batch(said)
-        mail = Mail(self.group, self.known.get(said))
-        batch = Batch(self, mode == STEP, inputs, targets, shares)
-        with self.ties.summed() if mode == STEP else contextlib.nullcontext():
-            for step in self.training_program if mode == STEP else self.forward_program:
+        try:
+            return self.go(mode == STEP, said, *given)
+        except BaseException:
+            self.failed += 1
+            raise
+
+    def go(self, training, said, inputs, targets, shares) -> Batch:
+        """Walk through the program with one batch."""
+        mail = Mail(self.group, self.known.get(said), self.begun)
+        batch = Batch(self, training, inputs, targets, shares)
+        with self.ties.summed() if training else contextlib.nullcontext():
+            for step in self.training_program if training else self.forward_program:
                 for coming in step.ask:
                     mail.ask(*coming)
                 if step.take:
@@ -160,12 +169,18 @@ class Pipeline(nn.Module):
                     mail.give(*step.give, *batch.here.pop(step.give[0]))
             mail.finish()
         self.known.setdefault(said, mail.told)
+        if len(self.known) > REMEMBERED:
+            # On all ranks the same: they are put in on all in one order.
+            del self.known[next(iter(self.known))]
         return batch
 
     def cut(self, mode, x, y):
         """This rank's micro-batches of inputs and of targets, and each target's share of the loss;
         None for what it does not need."""
         inputs = targets = shares = None
+        if mode == STEP and not torch.is_grad_enabled():
+            raise ValueError("step under no_grad gives no gradients: call evaluate, or leave it")
+        self.ties.check()
         if 0 in self.stage:
             inputs = values.cut(x, self.schedule.microbatches, "x")
             if any(leaf.requires_grad for value in inputs for leaf in values.tensors(value)):
@@ -174,7 +189,7 @@ class Pipeline(nn.Module):
             if self.loss_fn is None:
                 raise ValueError("a loss needs Pipeline(stages, group, schedule, loss_fn)")
             targets = values.cut(y, self.schedule.microbatches, "y")
-            counts = [int(self.count(target)) for target in targets]
+            counts = [float(self.count(target)) for target in targets]
             if min(counts) < 0 or not sum(counts):
                 raise ValueError(f"count says {counts}: the loss would be a mean of nothing")
             shares = [count / sum(counts) for count in counts]
@@ -185,63 +200,26 @@ class Pipeline(nn.Module):
         its messages look, and of x and of y the number of rows and one for how they are cut."""
         flags = [(m.training, [p.requires_grad for p in m.parameters()]) for m in self.stages]
         shapes = [values.flatten(value, "x")[1] for value in inputs or ()]
-        number = hash((str(flags), str(shapes))) & 0x7FFFFFFFFFFFFFFF
+        number = hash((str(flags), str(shapes), self.failed)) & 0x7FFFFFFFFFFFFFFF
         rows = [[values.rows(value) for value in given or ()] for given in (inputs, targets)]
         marks = [(sum(r), zlib.crc32(str(r).encode())) if r else (-1, 0) for r in rows]
         return [mode, number, *marks[0], *marks[1]]
 
-    def tell(self, mine: list[int]) -> tuple:
-        """What every rank says, the same on all of them."""
-        return tuple(map(tuple, all_gather(torch.tensor([mine]), self.group).tolist()))
+    def tell(self, mine: list[int], error: Exception | None = None) -> tuple:
+        """What every rank says, the same on all of them; RuntimeError with the words of a rank that
+        could not begin."""
+        self.begun += 1
+        said = all_gather(torch.tensor([mine]), self.group).tolist()
+        refused = [rank for rank, row in enumerate(said) if row[0] == REFUSED]
+        if refused:
+            mine = b"" if error is None else f"{type(error).__name__}: {error}".encode()
+            words = exchange(mine, self.group)[refused[0]].decode()
+            if error is None:
+                raise RuntimeError(f"rank {refused[0]} could not begin: {words}")
+        return tuple(map(tuple, said))
 
 
-def refuse_whole(module, number, schedule):
-    for inner in module.modules():
-        if not getattr(inner, "backward_comes_apart", True):
-            raise ValueError(
-                f"{schedule.name} takes the backward of stage {number} apart, and a "
-                f"{type(inner).__name__} allows it only whole: use a schedule with B, 1F1B say, "
-                "or a DDP"
-            )
-
-
-def check_same_batch(said):
-    """Errors where the ranks begin differently; `said` by all, see `Pipeline.summary`."""
-    modes = [mode for mode, *_ in said]
-    if REFUSED in modes:
-        raise RuntimeError(f"rank {modes.index(REFUSED)} could not begin: see its error")
-    if len(set(modes)) > 1:
-        words = [("step", "evaluate", "forward")[mode] for mode in modes]
-        told = ", ".join(f"rank {rank} {word}" for rank, word in enumerate(words))
-        raise ValueError(f"the ranks have called different things: {told}")
-    (x, cut_x), (y, cut_y) = (max(row[i : i + 2] for row in said) for i in (2, 4))
-    if y != -1 and (x, cut_x) != (y, cut_y):
-        raise ValueError(
-            f"x has {x} rows on the first stage's rank, y {y} on the last's"
-            + (", in other micro-batches" if x == y else "")
-        )
-
-
-def agree_on_schedule(schedule, group, stages, tied):
-    """ValueError on all ranks unless they have one schedule, and each the stages it needs."""
-    lines = "".join(map(str, (schedule, [sorted(weights.items()) for weights in tied])))
-    given = 1 if isinstance(stages, nn.Module) else len(stages)
-    mine = [repr(schedule), hashlib.sha256(lines.encode()).hexdigest(), given]
-    said = [json.loads(words) for words in exchange(json.dumps(mine).encode(), group)]
-    for rank, (name, digest, _) in enumerate(said):
-        if digest != said[0][1]:
-            other = name if name != said[0][0] else "one with other actions or other tied weights"
-            raise ValueError(
-                f"rank 0 has {said[0][0]}, rank {rank} {other}: build the same on every rank"
-            )
-    if len(schedule.ranks) != group.size:
-        raise ValueError(
-            f"{schedule!r} is for {len(schedule.ranks)} ranks, the group has {group.size}"
-        )
-    for rank, (*_, given) in enumerate(said):
-        own = schedule.stages_of(rank)
-        if given not in (len(own), schedule.stages):
-            raise ValueError(
-                f"rank {rank} got {given} modules for its stages {own} of {schedule!r}: give it "
-                f"those {len(own)}, or all {schedule.stages}"
-            )
+def as_list(stages) -> list[nn.Module]:
+    """The modules given: one alone, or several in a list."""
+    alone = isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList)
+    return [stages] if alone else list(stages)

@@ -51,7 +51,7 @@ def generate(
     first, last = group.rank == 0, group.rank == group.size - 1
     rows = [prompt[None] for prompt in prompts]
     chosen = [[] for _ in prompts]
-    mail, here = Mail(group, None), {}
+    mail, here = Mail(group, None, number=0), {}
     for step in program(order, group.rank):
         if step.take:
             here[step.take[0]] = mail.take(*step.take)

@@ -14,53 +14,93 @@ from s2s_lib.strategies.grads import counted_elsewhere
 from s2s_lib.strategies.replicas import copy_from
 
 
+def describe(tied, stage, schedule) -> list:
+    """Of each tied weight the copies on this rank: [shape, dtype, trained] by number of the stage.
+
+    `tied[i]` gives, for each stage that has weight i, its name there; `stage` is this rank's
+    modules by number. ValueError for stages and names that do not exist.
+    """
+    found = []
+    for names in tied:
+        wrong = [number for number in names if number not in range(schedule.stages)]
+        if wrong or len(names) < 2:
+            raise ValueError(
+                f"tied: {names} should name a weight in two or more of the stages 0 to "
+                f"{schedule.stages - 1}"
+            )
+        copies = {}
+        for number in sorted(set(names) & set(stage)):
+            try:
+                weight = stage[number].get_parameter(names[number])
+            except AttributeError:
+                raise ValueError(
+                    f"tied: stage {number} has no parameter {names[number]!r}"
+                ) from None
+            copies[number] = [list(weight.shape), str(weight.dtype)[6:], weight.requires_grad]
+        found.append(copies)
+    return found
+
+
 class Ties:
-    """The tied weights of a pipeline: `tied[i]` gives, for each stage that has weight i, its name
-    there. `stage` is this rank's modules by number.
+    """The tied weights of a pipeline, described alike by all ranks (`describe`).
 
     Construction copies the first stage's values to the others: a broadcast for each weight. A step
     adds an all_reduce of each weight's gradient over the ranks that have it.
     """
 
     def __init__(self, tied, stage, group, schedule):
-        self.own = []
+        self.own, self.names = [], []
         for names in tied:
             ranks = sorted({schedule.rank_of[number] for number in names})
             first = schedule.rank_of[min(names)]
             holders = group.subgroup(ranks)
             if holders is None:
                 continue
-            copies = {}
-            for number in sorted(set(names) & set(stage)):
-                weight = stage[number].get_parameter(names[number])
-                copies[id(weight)] = weight
-            weights = list(copies.values())
+            # A rank with two of the stages may have one tensor in both.
+            copies = {
+                id(weight): (names[number], weight)
+                for number in sorted(set(names) & set(stage))
+                for weight in [stage[number].get_parameter(names[number])]
+            }
+            weights = [weight for _, weight in copies.values()]
             copy_from(weights[:1], holders, ranks.index(first))
             for other in weights[1:]:
                 other.data.copy_(weights[0].data)
             for weight in weights[group.rank == first :]:
                 counted_elsewhere(weight)
             self.own.append((weights, holders, group.rank == first))
+            self.names.append(names)
+        self.trained = [weights[0].requires_grad for weights, *_ in self.own]
+
+    def check(self):
+        """ValueError for a weight frozen or unfrozen since construction: the other ranks that have
+        it would not know."""
+        for (weights, *_), names, trained in zip(self.own, self.names, self.trained, strict=True):
+            if any(weight.requires_grad != trained for weight in weights):
+                raise ValueError(
+                    f"the tied weight {names} was {'trained' if trained else 'frozen'} when the "
+                    "Pipeline was built: set requires_grad first, on all ranks, then build it"
+                )
 
     @contextlib.contextmanager
     def summed(self):
         """The gradients that come inside are summed over all copies; what was there before, which
         all copies have, stays what it is."""
-        for weights, _, first in self.own:
+        own = [copies for copies, trained in zip(self.own, self.trained, strict=True) if trained]
+        for weights, _, first in own:
             # What was there is in the sum once.
             for weight in weights[first:]:
                 if weight.grad is not None:
                     weight.grad.zero_()
         yield
-        for weights, holders, _ in self.own:
-            if weights[0].requires_grad:
-                total = sum(w.grad for w in weights if w.grad is not None)
-                if not isinstance(total, torch.Tensor):
-                    total = torch.zeros_like(weights[0])
-                if holders.size > 1:
-                    total = all_reduce(total, holders)
-                for weight in weights:
-                    if weight.grad is None:
-                        weight.grad = total.clone()
-                    else:
-                        weight.grad.copy_(total)
+        for weights, holders, _ in own:
+            total = torch.zeros_like(weights[0])
+            for weight in weights:
+                if weight.grad is not None:
+                    total += weight.grad
+            total = all_reduce(total, holders)
+            for weight in weights:
+                if weight.grad is None:
+                    weight.grad = total.clone()
+                else:
+                    weight.grad.copy_(total)
