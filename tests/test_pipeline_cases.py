@@ -243,7 +243,8 @@ def test_bfloat16_travels_as_it_is():
             for p, q in zip(stage.parameters(), reference[number].parameters(), strict=True):
                 assert p.grad.dtype == torch.bfloat16
                 torch.testing.assert_close(p.grad, q.grad, rtol=0.05, atol=0.01)
-        assert loss is None or loss.dtype == torch.bfloat16
+        # A sum of many parts would lose its last ones in 16 bits.
+        assert loss is None or loss.dtype == torch.float32
 
     launch(work, ranks=2)
 

@@ -35,7 +35,7 @@ WITHOUT_TORCH = [
     "plan/*.py",
     *(
         f"strategies/pipeline/{name}.py"
-        for name in ("actions", "schedule", "simulate", "program", "picture")
+        for name in ("order", "actions", "schedule", "simulate", "program", "picture")
     ),
 ]
 

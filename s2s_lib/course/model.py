@@ -94,8 +94,8 @@ class Embedding(nn.Embedding):
     """tokens [B, T], T <= seq -> their rows of weight [V, D]: [B, T, D]."""
 
     def __init__(self, config: GPTConfig):
-        self.seq = config.seq
         super().__init__(config.vocab, config.hidden)
+        self.seq = config.seq
 
     def reset_parameters(self):
         nn.init.normal_(self.weight, std=0.02)

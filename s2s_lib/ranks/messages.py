@@ -25,19 +25,24 @@ def recv(out: torch.Tensor, source: int, group: Group) -> torch.Tensor:
     return out
 
 
-def isend(tensor: torch.Tensor, to: int, group: Group, shown="isend", label="") -> wire.Transfer:
+def isend(
+    tensor: torch.Tensor, to: int, group: Group, shown="isend", label="", step=0
+) -> wire.Transfer:
     """Start sending; the tensor must not change before `.wait()` on what this returns.
 
     A send that is never waited for is waited for when the rank's function returns. Messages with a
-    `label` meet only receives with the same; `shown` is their name in bills and tables.
+    `label` and `step` meet only receives with the same (steps count to 255 and begin again);
+    `shown` is their name in bills and tables.
     """
     called = time.monotonic()
     check_message(tensor, to, "destination", group)
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return _message("send", tensor, to, group, shown, label, called)
+    return _message("send", tensor, to, group, shown, label, step, called)
 
 
-def irecv(out: torch.Tensor, source: int, group: Group, shown="irecv", label="") -> wire.Transfer:
+def irecv(
+    out: torch.Tensor, source: int, group: Group, shown="irecv", label="", step=0
+) -> wire.Transfer:
     """Start receiving into `out`; `.wait()` on what this returns gives it, filled."""
     called = time.monotonic()
     check_message(out, source, "source", group)
@@ -46,7 +51,7 @@ def irecv(out: torch.Tensor, source: int, group: Group, shown="irecv", label="")
             f"cannot receive into a tensor of shape {tuple(out.shape)} and strides {out.stride()}:"
             " its memory has gaps; receive into torch.empty(...) and copy"
         )
-    return _message("receive", out.detach(), source, group, shown, label, called)
+    return _message("receive", out.detach(), source, group, shown, label, step, called)
 
 
 def check_message(tensor, place, role, group):
@@ -70,14 +75,14 @@ def check_tensor(tensor):
         )
 
 
-def _message(direction, tensor, place, group, shown, label, called):
+def _message(direction, tensor, place, group, shown, label, step, called):
     if place == group.rank:
         raise ValueError(f"rank {place} cannot {shown} to or from itself; copy the tensor instead")
     detail = (label,) if label else ()
     with wire.Operation(
         "message", group, tensor.shape, tensor.dtype, detail, shown=shown, since=called
     ) as operation:
-        transfer = getattr(operation, direction)(tensor, place)
+        transfer = getattr(operation, direction)(tensor, place, step)
         operation.sends.clear()
     operation.wire.pending.add(transfer)
     return transfer

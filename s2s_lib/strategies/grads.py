@@ -31,6 +31,11 @@ def cut_over(parameter: torch.nn.Parameter, group: Group):
     _cut_over[parameter] = group
 
 
+def is_cut(parameter: torch.nn.Parameter) -> bool:
+    """Whether ranks hold different parts of this parameter and its gradient."""
+    return parameter in _cut_over
+
+
 def spread_over(module: torch.nn.Module, group: Group):
     """Say that each rank of `group` holds other layers of one model, this one those of `module`."""
     _spread_over[module] = group

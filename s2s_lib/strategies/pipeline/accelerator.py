@@ -19,7 +19,8 @@ from s2s_lib.strategies.pipeline.flops import counted
 class Accelerator:
     """Paces the actions of one rank; without a cluster, or a gpu in it, they take what they take.
 
-    `seconds[stage, kind]` is how long the GPU needs for one, counted on the first of the kind.
+    `seconds[stage, kind]` is how long the GPU needs for one. It is counted on the first of the
+    kind, and all others get as long: give it micro-batches of one size.
     """
 
     def __init__(self, cluster):

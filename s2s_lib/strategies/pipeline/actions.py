@@ -5,15 +5,14 @@
     I, W  the two halves of a B apart: the gradient of the input, on which the stage before waits,
           and those of the weights, on which nobody waits (Qi et al., arXiv:2401.10241)
 
-What must come before what is the same in every schedule: F needs the F of the stage before, B and
-I need the stage's own F and the B or I of the stage after, W needs its I. A `Schedule` checks that
-it can be run when it is made, so a wrong one is refused before any process starts.
+A `Schedule` checks that it can be run when it is made (order.py), so a wrong one is refused before
+any process starts.
 """
 
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from s2s_lib.strategies.pipeline.order import in_order
 
 KINDS = ("F", "B", "I", "W")
 _BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
@@ -36,9 +35,8 @@ class Schedule:
 
     Of every stage and micro-batch there must be one F and either one B, or one I and one W, or (in
     a schedule for inference, then for all) neither. `stages` and `microbatches` count them,
-    `rank_of[s]` is the rank of stage s, `order` lists (rank, action) such that every action comes
-    after all it needs. With `feedback` n, what comes out of the last stage for a micro-batch goes
-    into the first as the n-th after it.
+    `rank_of[s]` is the rank of stage s, `walk` what in_order (order.py) gives. With `feedback` n,
+    what comes out of the last stage for a micro-batch goes into the first as the n-th after it.
 
     ValueError names the first action that is there twice, missing, or can never run.
     """
@@ -49,7 +47,7 @@ class Schedule:
     stages: int = field(init=False)
     microbatches: int = field(init=False)
     rank_of: tuple[int, ...] = field(init=False)
-    order: tuple[tuple[int, Action], ...] = field(init=False, compare=False)
+    walk: tuple = field(init=False, compare=False)
 
     def __post_init__(self):
         self._set("ranks", tuple(tuple(line) for line in self.ranks))
@@ -60,7 +58,7 @@ class Schedule:
         self._check_complete()
         self._set("rank_of", tuple(rank_of[stage] for stage in range(self.stages)))
         self._check_feedback()
-        self._set("order", tuple(in_order(self)))
+        self._set("walk", tuple(in_order(self)))
 
     def _set(self, name, value):
         object.__setattr__(self, name, value)
@@ -124,6 +122,11 @@ class Schedule:
             )
 
     @property
+    def order(self) -> list[tuple[int, Action]]:
+        """(rank, action) for all actions, each after all it needs."""
+        return [(rank, action) for rank, action, _, _ in self.walk]
+
+    @property
     def trains(self) -> bool:
         """Whether there are backwards."""
         return any(action.kind != "F" for action in self.ranks[0])
@@ -153,9 +156,9 @@ class Schedule:
 
     def __str__(self):
         lines = [repr(self)]
+        plain = self.rank_of == tuple(range(len(self.ranks)))
         for rank, line in enumerate(self.ranks):
-            one = len(self.stages_of(rank)) == 1
-            words = (f"{a.kind}{a.micro}" if one else str(a) for a in line)
+            words = (f"{a.kind}{a.micro}" if plain else str(a) for a in line)
             lines.append(f"rank {rank}: " + " ".join(words))
         return "\n".join(lines)
 
@@ -182,89 +185,3 @@ def _in_flight(line):
     for action in line:
         held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
         yield held
-
-
-def needs(action: Action, schedule: Schedule) -> tuple[int, ...]:
-    """What must be done before an action, as places (see `place`)."""
-    stage, kind, micro = action
-    stages, microbatches = schedule.stages, schedule.microbatches
-    own = stage * microbatches + micro
-    if kind == "F":
-        if stage:
-            return (own - microbatches,)
-        back = micro - schedule.feedback
-        return ((stages - 1) * microbatches + back,) if schedule.feedback and back >= 0 else ()
-    back = stages * microbatches + own
-    if kind == "W":
-        return (back,)
-    return (own, back + microbatches) if stage + 1 < stages else (own,)
-
-
-def place(action: Action, schedule: Schedule) -> int:
-    """A number for what an action gives to others: a forward, or the gradient of a stage's input
-    (by B or by I). What W gives nobody needs: -1."""
-    stage, kind, micro = action
-    if kind == "W":
-        return -1
-    row = stage if kind == "F" else schedule.stages + stage
-    return row * schedule.microbatches + micro
-
-
-def goes_to(action: Action, schedule: Schedule) -> int | None:
-    """The stage that uses what an action gives, if any."""
-    stage, kind, micro = action
-    if kind == "W":
-        return None
-    if kind == "F" and stage + 1 == schedule.stages:
-        again = schedule.feedback and micro + schedule.feedback < schedule.microbatches
-        return 0 if again else None
-    to = stage + 1 if kind == "F" else stage - 1
-    return to if to >= 0 else None
-
-
-def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """(rank, action) for all actions, each after what it needs and after those before it on its
-    rank; ValueError names the first that can never run."""
-    done = bytearray(2 * schedule.stages * schedule.microbatches + 1)
-    waiting = {}
-    at = [0] * len(schedule.ranks)
-    ready = deque(range(len(schedule.ranks)))
-    while ready:
-        rank = ready.popleft()
-        line = schedule.ranks[rank]
-        while at[rank] < len(line):
-            action = line[at[rank]]
-            missing = [need for need in needs(action, schedule) if not done[need]]
-            if missing:
-                waiting.setdefault(missing[0], []).append(rank)
-                break
-            yield rank, action
-            at[rank] += 1
-            given = place(action, schedule)
-            done[given] = 1
-            if given in waiting:
-                ready.extend(waiting.pop(given))
-    wants = {rank: need for need, ranks in waiting.items() for rank in ranks}
-    if wants:
-        stuck = {rank: schedule.ranks[rank][at[rank]] for rank in sorted(wants)}
-        raise ValueError(_impossible(schedule, stuck, wants))
-
-
-def _impossible(schedule, stuck, wants):
-    """Which action can never run; rank r stands at `stuck[r]` and needs the place `wants[r]`."""
-    missing = {
-        rank: next(a for line in schedule.ranks for a in line if place(a, schedule) == wants[rank])
-        for rank in stuck
-    }
-    # Following who waits for whom ends in a ring, of one rank if what it needs stands after it.
-    first, passed = min(stuck), set()
-    while first not in passed:
-        passed.add(first)
-        first = schedule.rank_of[missing[first].stage]
-    alone = schedule.rank_of[missing[first].stage] == first
-    why = "which stands after it" if alone else "which waits in its turn, round a ring"
-    told = "; ".join(f"rank {rank} waits for {missing[rank]} with {a}" for rank, a in stuck.items())
-    return (
-        f"{schedule.name}: {stuck[first]} of rank {first} can never run: it needs "
-        f"{missing[first]}, {why} ({told})"
-    )

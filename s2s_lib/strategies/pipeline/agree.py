@@ -19,12 +19,13 @@ def check_same_batch(said):
         raise ValueError(
             f"x has {x} rows on the first stage's rank, y {y} on the last's"
             + (", in other micro-batches" if x == y else "")
+            + ": give y a row for each row of x"
         )
 
 
 def agree_on_schedule(schedule, group, modules, stage, tied):
     """ValueError on all ranks unless they have one schedule, and each the stages it needs."""
-    lines = "".join(map(str, (schedule, [sorted(weights.items()) for weights in tied])))
+    lines = repr((schedule.name, schedule.ranks, schedule.feedback, tied_as_lists(tied)))
     digest = hashlib.sha256(lines.encode()).hexdigest()
     try:
         check_stages(schedule, group, modules, stage)
@@ -49,6 +50,10 @@ def agree_on_schedule(schedule, group, modules, stage, tied):
             )
 
 
+def tied_as_lists(tied):
+    return [sorted(names.items()) for names in tied]
+
+
 def check_stages(schedule, group, modules, stage):
     """ValueError unless this rank has the modules that the schedule needs here."""
     if len(schedule.ranks) != group.size:
@@ -56,6 +61,13 @@ def check_stages(schedule, group, modules, stage):
             f"{schedule!r} is for {len(schedule.ranks)} ranks, the group has {group.size}"
         )
     own = schedule.stages_of(group.rank)
+    for module in modules:
+        ours = any(base.__module__.startswith("s2s_lib.") for base in type(module).__mro__)
+        if hasattr(module, "no_sync") and not ours:
+            raise ValueError(
+                f"a {type(module).__module__}.{type(module).__name__} as a stage would be averaged "
+                "at the wrong time: use DDP or ZeRO of s2s_lib"
+            )
     if len(modules) != len(own):
         raise ValueError(
             f"got {len(modules)} modules for its stages {own} of {schedule!r}: give those "

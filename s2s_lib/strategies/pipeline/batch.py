@@ -7,7 +7,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from s2s_lib.strategies.pipeline import values
 from s2s_lib.strategies.pipeline.actions import Action
-from s2s_lib.strategies.pipeline.program import before, message
+from s2s_lib.strategies.pipeline.order import before, message
 
 
 class Entry(torch.autograd.Function):
@@ -46,6 +46,8 @@ class Batch:
         self.flying = {}
         self.loss = None
         self.outputs = {}
+        # Micro-batches of which no term counts.
+        self.uncounted = set()
         line = [
             a for a in pipeline.schedule.ranks[pipeline.group.rank] if training or a.kind == "F"
         ]
@@ -111,9 +113,11 @@ class Batch:
         self.targets[micro] = None
         if not share:
             # The mean over nothing is no number; in the mean over all it has no part.
-            return []
+            self.uncounted.add(micro)
+            return values.tensors(output)
         part = self.pipeline.loss_fn(output, target) * share
-        self.loss = part.detach() + (0 if self.loss is None else self.loss)
+        wide = part.detach().to(torch.promote_types(part.dtype, torch.float32))
+        self.loss = wide + (0 if self.loss is None else self.loss)
         return [part]
 
     def B(self, action):
@@ -139,12 +143,22 @@ class Batch:
         went_in, came_out, half = self.flying.pop((stage, micro))
         if kind == "I":
             self.flying[stage, micro] = half
+        if stage == self.last and micro not in self.uncounted:
+            return went_in, came_out, [None]
         gradients = [None] * len(came_out)
         if stage != self.last:
             gradients, _ = self.here.pop(Action(stage + 1, "B", micro))
-            pairs = [p for p in zip(came_out, gradients, strict=True) if p[1] is not None]
-            came_out, gradients = zip(*pairs, strict=True) if pairs else ((), ())
+        pairs = [p for p in zip(came_out, gradients, strict=True) if p[1] is not None]
+        if not pairs and self.closes(stage, micro):
+            # Nothing to add, but replicas exchange in this backward what the others have added.
+            pairs = [(leaf, torch.zeros_like(leaf)) for leaf in came_out]
+        came_out, gradients = zip(*pairs, strict=True) if pairs else ((), ())
         return went_in, came_out, gradients
+
+    def closes(self, stage, micro):
+        """Whether a stage with replicas has its last backward of the batch for this micro-batch."""
+        replicated = hasattr(self.pipeline.stage[stage], "no_sync")
+        return replicated and self.final[stage, False].micro == micro
 
     def leave(self, action, gradients):
         if action.stage:

@@ -73,10 +73,8 @@ class Halves:
         _, own, aliases = self.inside.pop()
         layer._parameters.update(own)
         tensors = [t for t in pytree.tree_leaves(output) if _trained(t)]
-        # Of several outputs one may be computed from another, and would count twice.
-        one = len(tensors) == 1 and not (tensors[0].is_leaf or tensors[0]._is_view())
         if aliases:
-            self.calls.append((mark(tensors[0]) if one else None, aliases))
+            self.calls.append((mark(tensors[0]) if _has_a_place(tensors) else None, aliases))
 
 
 class Mark(torch.autograd.Function):
@@ -171,6 +169,17 @@ def _takes(parameter, grad):
     hooks = parameter._post_accumulate_grad_hooks or parameter._backward_hooks
     held = parameter.grad
     return not (hooks or held is None or held.is_sparse or grad.is_sparse)
+
+
+def _has_a_place(tensors):
+    """Whether a layer's output is one tensor with a place of its own in the graph.
+
+    Of several one may be computed from another, and would count twice; what the last operation
+    has saved must not be marked as changed.
+    """
+    if len(tensors) != 1 or tensors[0].is_leaf or tensors[0]._is_view():
+        return False
+    return not hasattr(tensors[0].grad_fn, "_saved_result")
 
 
 def _remove(hooks):

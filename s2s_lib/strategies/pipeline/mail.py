@@ -7,7 +7,8 @@ program says. A gradient has the shapes of the activation it belongs to, so it i
 
 A gradient that does not exist (the stage after did not use that output) is not the same as zeros:
 an optimizer skips a weight without gradient, and decays one with zeros. It travels as -0.0 in every
-element (and a gradient that is -0.0 everywhere as 0.0), and no byte more is sent.
+element (and a gradient that is -0.0 everywhere as 0.0): not a byte more is sent, and each gradient
+is read once more at either end.
 """
 
 import torch
@@ -21,15 +22,16 @@ SHOWN = {"F": "activations", "B": "activation gradients"}
 
 
 class Mail:
-    """Sends and receives for one rank; messages are named as in program.py.
+    """Sends and receives for one rank; messages are named as in order.py.
 
     `known` has the Description of every activation, by message, or is None; `told` collects them.
-    `number` tells this batch from others: what one that failed left on its way, nobody takes.
+    `failures` counts the batches before that raised on some rank: what they left on its way, nobody
+    takes.
     """
 
-    def __init__(self, group: Group, known: dict[Action, Description] | None, number: int):
+    def __init__(self, group: Group, known: dict[Action, Description] | None, failures: int = 0):
         self.group = group
-        self.number = number
+        self.failures = failures
         self.known = known
         self.told: dict[Action, Description] = {}
         self.asked, self.sent = {}, {}
@@ -53,7 +55,9 @@ class Mail:
             for leaf in self.description(message).leaves
         )
         return [
-            None if out is None else irecv(out, source, self.group, shown, self.label(message))
+            None
+            if out is None
+            else irecv(out, source, self.group, shown, self.label(message), message.micro)
             for out in buffers
         ]
 
@@ -80,11 +84,12 @@ class Mail:
             raise RuntimeError(
                 f"stage {message.stage} gave {description} for micro-batch {message.micro}, and "
                 f"{self.known[message]} in a batch of the same shapes before: what passes between "
-                "stages may change only with the shapes of the batch"
+                "stages may change only with the shapes of the batch, train or eval, what requires "
+                "gradients, and dtypes"
             )
         shown = SHOWN[message.kind]
         self.sent[message] = before + [
-            isend(leaf, to, self.group, shown, self.label(message))
+            isend(leaf, to, self.group, shown, self.label(message), message.micro)
             for leaf in leaves
             if leaf is not None
         ]
@@ -99,19 +104,20 @@ class Mail:
             self.settle(message)
 
     def label(self, message) -> str:
-        return f"{message} of batch {self.number}"
+        return f"stage {message.stage} {message.kind}, {self.failures} failures"
 
     def tell(self, message, to, description):
         said = torch.frombuffer(bytearray(description.to_bytes()), dtype=torch.uint8)
         size = torch.tensor([len(said)])
-        label = self.label(message)
-        return [isend(part, to, self.group, "description", label) for part in (size, said)]
+        return [
+            isend(part, to, self.group, "description", self.label(message), message.micro)
+            for part in (size, said)
+        ]
 
     def hear(self, message, source) -> Description:
-        label = self.label(message)
-        size = irecv(torch.empty(1, dtype=torch.int64), source, self.group, "description", label)
-        said = torch.empty(int(size.wait()), dtype=torch.uint8)
-        irecv(said, source, self.group, "description", label).wait()
+        how = self.group, "description", self.label(message), message.micro
+        size = irecv(torch.empty(1, dtype=torch.int64), source, *how).wait()
+        said = irecv(torch.empty(int(size), dtype=torch.uint8), source, *how).wait()
         return Description.from_bytes(said.numpy().tobytes())
 
 

@@ -277,7 +277,7 @@ def _told(schedule, said):
 
 
 def _words(schedule, line):
-    one = len(schedule.ranks) == schedule.stages
+    one = schedule.rank_of == tuple(range(len(schedule.ranks)))
     return [f"{a.kind}{a.micro}" if one else str(a) for a in line]
 
 

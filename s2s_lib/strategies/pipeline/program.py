@@ -8,15 +8,16 @@ gradient of its input (by a B or an I).
 Three rules keep it from standing still, whatever the schedule:
 
 * No rank ever waits for a message to be *taken*. A send is started and left.
-* A rank asks for what comes next, in the order of use, two messages ahead: not all at once, or a
-  rank would hold the memory for a whole batch.
+* A rank asks for messages in the order of use, two at a time with the one in use: not for all at
+  once, or it would hold the memory for a whole batch.
 * A sent tensor is let go where the order of things shows that it must have been taken: when this
   rank takes a message that the receiver gave after having used that one.
 """
 
 from typing import NamedTuple
 
-from s2s_lib.strategies.pipeline.actions import Action, Schedule, goes_to
+from s2s_lib.strategies.pipeline.actions import Action, Schedule
+from s2s_lib.strategies.pipeline.order import before, goes_to, message
 
 AHEAD = 2
 
@@ -48,25 +49,6 @@ def program(schedule: Schedule, rank: int) -> list[Step]:
         steps.append(Step(action, tuple(coming[asked:until]), take, tuple(settled), give))
         used, asked = used + bool(take), until
     return steps
-
-
-def message(action: Action) -> Action:
-    """The name of what an action gives."""
-    return action._replace(kind="B") if action.kind == "I" else action
-
-
-def before(action: Action, schedule: Schedule) -> Action | None:
-    """The message of another stage that an action needs, if any."""
-    stage, kind, micro = action
-    last = schedule.stages - 1
-    if kind == "F":
-        if stage:
-            return Action(stage - 1, "F", micro)
-        again = schedule.feedback and micro >= schedule.feedback
-        return Action(last, "F", micro - schedule.feedback) if again else None
-    if kind == "W" or stage == last:
-        return None
-    return Action(stage + 1, "B", micro)
 
 
 def _from_elsewhere(schedule, action, rank):

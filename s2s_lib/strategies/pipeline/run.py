@@ -3,14 +3,17 @@
     who holds what    each rank its stages: their weights, gradients and optimizer state, and the
                       activations of the micro-batches in flight
     who sends what    for each micro-batch and each boundary between ranks, the activations forward
-                      and their gradients backward; once a batch 48 bytes to every other rank
+                      and their gradients backward; once a batch an all_gather of 56 bytes a rank;
+                      an all_reduce of the gradients of tied weights
 
 What a stage returns is the one argument of the next, as in `nn.Sequential`: a tensor, or tensors in
 tuples, lists and dicts. The executor walks through the rank's program (program.py) and knows four
 things to do: F, B, I and W of one micro-batch through one stage (batch.py).
 
 torch.distributed.pipelining does more: stages on different devices, compiled stages, gradients
-reduced over replicas as actions of the schedule.
+reduced over replicas as actions of the schedule. And a rank may begin a batch before the last one
+has ended the batch before; here all begin together, so that bad input is found before anything
+moves.
 """
 
 import contextlib
@@ -32,6 +35,7 @@ from s2s_lib.strategies.pipeline.agree import agree_on_schedule, check_same_batc
 from s2s_lib.strategies.pipeline.batch import Batch
 from s2s_lib.strategies.pipeline.halves import Halves
 from s2s_lib.strategies.pipeline.mail import Mail
+from s2s_lib.strategies.pipeline.partition.stage import Stage
 from s2s_lib.strategies.pipeline.program import program
 from s2s_lib.strategies.pipeline.ties import Ties
 from s2s_lib.strategies.replicas import exchange
@@ -47,21 +51,25 @@ class Pipeline(nn.Module):
 
     `stages` is the module of this rank's stage; a list of them where the schedule gives a rank
     several; or all of the model's stages, as `split` returns them, of which each rank keeps its
-    own. `tied` lists weights that live in several stages (default: what `split` found).
+    own. `tied` lists weights that live in several stages (default: what `split` has noted on them).
 
     `step(x, y)` runs forward and backward of one batch; afterwards `.grad` is what one process
     would have, added to what was there. `loss_fn(output, target)` is a mean over the terms of a
     micro-batch, and `count(target)` says how many those are, so that the batch's loss is the mean
-    over all of its terms. The default counts the target's rows; where some tokens do not count,
-    `count=lambda y: (y != -100).sum()`.
+    over all of its terms. The default counts the target's rows; where some tokens do not count, or
+    micro-batches have rows of different lengths, `count=lambda y: (y != -100).sum()`. A stage may
+    be a DDP, or with whole backwards a ZeRO: its replicas exchange once a batch, and each replica's
+    loss is the mean over its own terms.
 
     Construction: the ranks exchange some hundred bytes; ValueError on all of them if the group has
     another size than the schedule, a rank has other stages than the schedule gives it, or the
     ranks disagree on the schedule. Tied weights take the value they have in the first stage that
-    has them. Each batch: an all_gather of 48 bytes a rank; the first of its shapes also tells what
+    has them. Each batch: an all_gather of 56 bytes a rank; the first of its shapes also tells what
     its messages look like.
 
-    Modules see one micro-batch at a time: batch norm normalises over that alone.
+    Modules see one micro-batch at a time: batch norm normalises over that alone, and each stage's
+    dropout draws from its own rank's random numbers. `evaluate` does not call `.eval()`. What a
+    stage gave stays in memory until its backward. Tensors are on the CPU.
     """
 
     def __init__(
@@ -75,11 +83,11 @@ class Pipeline(nn.Module):
     ):
         super().__init__()
         check_group(group)
-        tied = list(getattr(stages, "tied", ()) if tied is None else tied)
         own = schedule.stages_of(group.rank) if group.rank < len(schedule.ranks) else []
         modules = as_list(stages)
         if len(modules) == schedule.stages:
             modules = [modules[number] for number in own]
+        tied = found_tied(modules) if tied is None else list(tied)
         stage = dict(zip(own, modules, strict=False))
         agree_on_schedule(schedule, group, modules, stage, tied)
         self.group, self.schedule = group, schedule
@@ -94,8 +102,8 @@ class Pipeline(nn.Module):
         self.accelerator = Accelerator(current().cluster)
         # What each rank said when a batch began -> descriptions of that batch's messages.
         self.known = {}
-        # Batches begun, and those of them that raised on this rank.
-        self.begun = self.failed = 0
+        # Batches that raised on this rank after they had begun.
+        self.failed = 0
 
     def step(self, x=None, y=None) -> torch.Tensor | None:
         """Forward and backward of one batch; the loss, on the rank of the last stage, else None.
@@ -125,6 +133,11 @@ class Pipeline(nn.Module):
         takes it. After at least one `step`; all ranks of the group call it."""
         mine = [(stage, kind, s) for (stage, kind), s in self.accelerator.seconds.items()]
         said = [json.loads(part) for part in exchange(json.dumps(mine).encode(), self.group)]
+        if not all(said):
+            raise ValueError(
+                "durations are of an emulated accelerator: launch(..., cluster=Cluster(..., "
+                "gpu=GPU(...))), and a step before"
+            )
         known = {(stage, kind): s for part in said for stage, kind, s in part}
         numbers = range(self.schedule.stages)
         return {
@@ -142,7 +155,7 @@ class Pipeline(nn.Module):
             mine = self.summary(mode, *given[:2])
         except Exception as error:
             # The others are told, or they would wait for this rank.
-            self.tell([REFUSED, 0, -1, 0, -1, 0], error)
+            self.tell([REFUSED, 0, -1, 0, -1, 0, self.failed], error)
             raise
         said = self.tell(mine)
         check_same_batch(said)
@@ -154,7 +167,7 @@ class Pipeline(nn.Module):
 
     def go(self, training, said, inputs, targets, shares) -> Batch:
         """Walk through the program with one batch."""
-        mail = Mail(self.group, self.known.get(said), self.begun)
+        mail = Mail(self.group, self.known.get(said), failures=sum(row[-1] for row in said))
         batch = Batch(self, training, inputs, targets, shares)
         with self.ties.summed() if training else contextlib.nullcontext():
             for step in self.training_program if training else self.forward_program:
@@ -197,18 +210,21 @@ class Pipeline(nn.Module):
 
     def summary(self, mode, inputs, targets) -> list[int]:
         """How this rank begins, for the others: what it does, a number for all that decides how
-        its messages look, and of x and of y the number of rows and one for how they are cut."""
-        flags = [(m.training, [p.requires_grad for p in m.parameters()]) for m in self.stages]
+        its messages look, of x and of y the number of rows and one for how they are cut, and how
+        many batches have failed here."""
+        flags = [
+            (m.training, [(p.requires_grad, p.dtype) for p in m.parameters()]) for m in self.stages
+        ]
+        flags.append(torch.is_autocast_enabled("cpu"))
         shapes = [values.flatten(value, "x")[1] for value in inputs or ()]
-        number = hash((str(flags), str(shapes), self.failed)) & 0x7FFFFFFFFFFFFFFF
+        number = hash((str(flags), str(shapes))) & 0x7FFFFFFFFFFFFFFF
         rows = [[values.rows(value) for value in given or ()] for given in (inputs, targets)]
         marks = [(sum(r), zlib.crc32(str(r).encode())) if r else (-1, 0) for r in rows]
-        return [mode, number, *marks[0], *marks[1]]
+        return [mode, number, *marks[0], *marks[1], self.failed]
 
     def tell(self, mine: list[int], error: Exception | None = None) -> tuple:
         """What every rank says, the same on all of them; RuntimeError with the words of a rank that
         could not begin."""
-        self.begun += 1
         said = all_gather(torch.tensor([mine]), self.group).tolist()
         refused = [rank for rank, row in enumerate(said) if row[0] == REFUSED]
         if refused:
@@ -217,6 +233,12 @@ class Pipeline(nn.Module):
             if error is None:
                 raise RuntimeError(f"rank {refused[0]} could not begin: {words}")
         return tuple(map(tuple, said))
+
+
+def found_tied(modules) -> list[dict[int, str]]:
+    """What `split` has noted on its stages, one of which may be inside a DDP or ZeRO."""
+    inner = [getattr(module, "module", module) for module in modules]
+    return next((list(module.tied) for module in inner if isinstance(module, Stage)), [])
 
 
 def as_list(stages) -> list[nn.Module]:

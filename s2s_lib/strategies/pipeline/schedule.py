@@ -15,7 +15,8 @@ in the two V schedules, to the last rank and back (rank r has stages r and 2P-1-
     looped_bfs                   Lamy-Poirier, arXiv:2211.05953
     zb_h1, zb_h2                 Zero Bubble, arXiv:2401.10241
     zbv                          Zero Bubble, section 6
-    dualpipev                    DualPipe, DeepSeek-V3, arXiv:2412.19437, folded to a V
+    dualpipev                    github.com/deepseek-ai/DualPipe: that of DeepSeek-V3
+                                 (arXiv:2412.19437) cut in half
     forward_only, streaming      inference
 """
 
@@ -56,7 +57,8 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     """1F1B with W put off by as many micro-batches as the stage's number: the last stages fill
     with W the time in which the first still wait.
 
-    Bubble time (P-1)(F+I-W), a third of 1F1B's where F = I = W; in flight up to P on every rank.
+    For M >= P and W no longer than F or I a rank idles (P-1)(F+I-W), a third of 1F1B's where all
+    three are equal; in flight up to P on every rank.
     """
     return _one_stage_a_rank(
         "ZB-H1",
@@ -67,10 +69,11 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """Twice ZB-H1's warm-up, W put off by twice as many: ranks start and end at different times,
-    and between their own first and last action idle (P-1)(F+I-2W), nothing where F = I = W.
+    """Twice ZB-H1's warm-up, W put off by twice as many: ranks start and end at different times.
 
-    In flight up to 2P-1 on every rank.
+    For M >= 2P-1 the rank that takes longest idles max(0, (P-1)(F+I-2W)) between its own first and
+    last action: nothing where F = I = W. Where ranks begin each batch together, as here, the ramps
+    at both ends remain. In flight up to 2P-1 on every rank.
     """
     return _one_stage_a_rank(
         "ZB-H2",
@@ -103,7 +106,8 @@ def streaming(stages: int, requests: int, tokens: int) -> Schedule:
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """1F1B with `chunks` stages a rank, laid round: micro-batches take turns in rounds of about P.
 
-    Bubble (P-1)/(vM+P-1) for v chunks, where M is a multiple of P; v times the messages. With
+    Where M is a multiple of P the bubble is (P-1)/(vM+P-1) for v chunks; (vP-1)/(P-1) times the
+    messages; in flight up to (v-1)P + 2(P-1-r) + 1 stages, each 1/v of a rank's, on rank r. With
     R = max(1, M // P) rounds, M must be a multiple of R; else ValueError with the nearest M.
     """
     _check_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
@@ -140,8 +144,8 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 def zbv(ranks: int, microbatches: int) -> Schedule:
     """Two stages a rank in a V: the rank of the first stage also has the last, so a micro-batch
-    comes home and its backward starts there. No bubble between the ramps where F = I = W and
-    M >= 2P-1; in flight 2P half-rank stages, the memory of 1F1B.
+    comes home and its backward starts there. Between its first and last action no rank idles where
+    F = I = W and M >= 2P-1; in flight 2P stages, each half of a rank's: the memory of 1F1B.
     """
     _check_counts(ranks=ranks, microbatches=microbatches)
     full = max(microbatches, 2 * ranks - 1)
@@ -166,7 +170,7 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     """ZBV's placement with whole backwards in the middle, each paired with a forward of the other
     stage, so that a machine that can overlaps the two (run here one after the other).
 
-    Needs M >= 2P; else ValueError.
+    In flight up to 2P+1 stages, each half of a rank's. Needs M >= 2P; else ValueError.
     """
     _check_counts(ranks=ranks, microbatches=microbatches)
     if microbatches < 2 * ranks:

@@ -14,8 +14,9 @@ of all together:
                          5.3): c the longest that a rank takes from its own first action to its
                          last, u what it computes meanwhile
 
-They agree on which schedule is better, not on a number: for GPipe with 4 stages and 8 micro-batches
-they are 3/11, 3/8 and 3/11.
+For GPipe with 4 stages and 8 micro-batches they are 3/11, 3/8 and 3/11. They may disagree on which
+schedule is better: with F = I = W on 8 ranks and 12 micro-batches ZB-H2 is worse than ZB-H1 by the
+first and better by the last, which leaves out that its ranks start and end at different times.
 """
 
 import math
@@ -24,7 +25,8 @@ from dataclasses import dataclass
 from numbers import Real
 
 from s2s_lib.cluster import Cluster
-from s2s_lib.strategies.pipeline.actions import Action, Schedule, goes_to, needs, place
+from s2s_lib.strategies.pipeline.actions import Action, Schedule
+from s2s_lib.strategies.pipeline.order import goes_to
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,6 +114,8 @@ def simulate(
 ) -> Timetable:
     """When each action runs if F takes `forward`, I `backward`, W `weight`, B the last two summed.
 
+    For a schedule with I and W give `weight` too: the default says that a W takes no time.
+
     Each is one number for all stages or one for each. `transfer` is how long after an action its
     result is on the next rank, or a `Cluster` whose rank r is the pipeline's rank r: then times are
     in seconds, messages have `message_bytes`, and those of one port queue. Sending takes none of a
@@ -122,14 +126,13 @@ def simulate(
     arrive = _arrivals(schedule, transfer, message_bytes)
     here = [[0.0] * (2 * S * M + 1) for _ in schedule.ranks]
     free, spans = [0.0] * len(schedule.ranks), [[] for _ in schedule.ranks]
-    for rank, action in schedule.order:
+    for rank, action, needed, given in schedule.walk:
         start = free[rank]
-        for need in needs(action, schedule):
+        for need in needed:
             if here[rank][need] > start:
                 start = here[rank][need]
         free[rank] = end = start + seconds[action.kind][action.stage]
         spans[rank].append((start, end, action))
-        given = place(action, schedule)
         here[rank][given] = end
         stage = goes_to(action, schedule)
         if stage is not None:

@@ -9,6 +9,7 @@ The plain GPT keeps nothing between tokens, so each forward reads its whole row 
 would keep keys and values, and send one token's activations.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,8 +17,10 @@ import torch
 from s2s_lib.collectives.functions import broadcast
 from s2s_lib.strategies.pipeline import schedule, values
 from s2s_lib.strategies.pipeline.mail import Mail
-from s2s_lib.strategies.pipeline.program import before, program
+from s2s_lib.strategies.pipeline.order import before
+from s2s_lib.strategies.pipeline.program import program
 from s2s_lib.strategies.pipeline.run import Pipeline
+from s2s_lib.strategies.replicas import exchange
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -36,8 +39,9 @@ def generate(
 
     `prompts` are rows of tokens [T], of any lengths, the same list on every rank; `pick` chooses a
     token from logits [1, V]. The stages, one a rank, together map tokens [1, T] to logits
-    [1, T, V]. Each forward's activations are sent on, and each new token to the first rank; at the
-    end all tokens go to every rank.
+    [1, T, V]. Each forward's activations are sent on, described each time, and each new token to
+    the first rank; at the end all tokens go to every rank. ValueError on all ranks unless all give
+    the same prompts and `tokens`.
     """
     group = pipeline.group
     if pipeline.schedule.stages != group.size:
@@ -47,11 +51,14 @@ def generate(
         )
     if not len(prompts) or any(prompt.dim() != 1 or not len(prompt) for prompt in prompts):
         raise ValueError("prompts: give at least one row of tokens [T], each with a token or more")
+    mine = repr([tokens, [(str(p.dtype), p.tolist()) for p in prompts]]).encode()
+    if len(set(exchange(hashlib.sha256(mine).digest(), group))) > 1:
+        raise ValueError("generate: the ranks give different prompts or numbers of tokens")
     order = schedule.streaming(group.size, len(prompts), tokens)
     first, last = group.rank == 0, group.rank == group.size - 1
     rows = [prompt[None] for prompt in prompts]
     chosen = [[] for _ in prompts]
-    mail, here = Mail(group, None, number=0), {}
+    mail, here = Mail(group, None), {}
     for step in program(order, group.rank):
         if step.take:
             here[step.take[0]] = mail.take(*step.take)
@@ -66,7 +73,7 @@ def generate(
         with pipeline.accelerator.pace(step.action):
             value = pipeline.stages[0](value)
         if last:
-            value = pick(value[:, -1])[:, None]
+            value = pick(value[:, -1])[:, None].to(rows[request].dtype)
             chosen[request].append(value)
         here[step.action] = values.flatten(value, f"stage {group.rank}")
         if step.give:

@@ -10,7 +10,7 @@ import contextlib
 import torch
 
 from s2s_lib.collectives.functions import all_reduce
-from s2s_lib.strategies.grads import counted_elsewhere
+from s2s_lib.strategies.grads import counted_elsewhere, is_cut
 from s2s_lib.strategies.replicas import copy_from
 
 
@@ -30,15 +30,25 @@ def describe(tied, stage, schedule) -> list:
             )
         copies = {}
         for number in sorted(set(names) & set(stage)):
-            try:
-                weight = stage[number].get_parameter(names[number])
-            except AttributeError:
+            weight = weight_of(stage[number], names[number], number)
+            if is_cut(weight):
                 raise ValueError(
-                    f"tied: stage {number} has no parameter {names[number]!r}"
-                ) from None
+                    f"tied: {names[number]!r} of stage {number} is in a ZeRO, which cuts it in "
+                    "other places than the other stage's; use a DDP, or ZeRO with stage=0"
+                )
             copies[number] = [list(weight.shape), str(weight.dtype)[6:], weight.requires_grad]
         found.append(copies)
     return found
+
+
+def weight_of(module, name, number):
+    """A parameter by its name in the stage, which a DDP or ZeRO may hold as `.module`."""
+    for holder in (module, getattr(module, "module", None)):
+        try:
+            return holder.get_parameter(name)
+        except AttributeError:
+            continue
+    raise ValueError(f"tied: stage {number} has no parameter {name!r}")
 
 
 class Ties:
@@ -60,7 +70,7 @@ class Ties:
             copies = {
                 id(weight): (names[number], weight)
                 for number in sorted(set(names) & set(stage))
-                for weight in [stage[number].get_parameter(names[number])]
+                for weight in [weight_of(stage[number], names[number], number)]
             }
             weights = [weight for _, weight in copies.values()]
             copy_from(weights[:1], holders, ranks.index(first))
@@ -95,9 +105,8 @@ class Ties:
         yield
         for weights, holders, _ in own:
             total = torch.zeros_like(weights[0])
-            for weight in weights:
-                if weight.grad is not None:
-                    total += weight.grad
+            for grad in (weight.grad for weight in weights if weight.grad is not None):
+                total += grad
             total = all_reduce(total, holders)
             for weight in weights:
                 if weight.grad is None:

@@ -17,6 +17,8 @@ ALWAYS = fx.Graph().python_code("self").globals
 class Stage(nn.Module):
     """A run of layers of a model: one argument in, one value (or tuple) out.
 
+    `tied` lists the weights that this or other stages have in common, by number of the stage.
+
     Submodules, parameters and buffers are the model's own objects under the model's own names, and
     none that the stage does not use. Printed, it shows its forward.
     """
@@ -24,6 +26,7 @@ class Stage(nn.Module):
     def __init__(self, graph: fx.Graph, model: nn.Module):
         super().__init__()
         self.training = model.training
+        self.tied = []
         for node in graph.nodes:
             if node.op in ("get_attr", "call_module"):
                 adopt(self, model, node.target)

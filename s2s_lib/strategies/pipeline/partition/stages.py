@@ -28,6 +28,8 @@ class Stages(list):
         super().__init__(stages)
         self.by, self.rows, self.boundaries = by, rows, boundaries
         self.tied = find_tied(stages)
+        for stage in stages:
+            stage.tied = self.tied
         self.model = model
         # Who holds which tensor at the split: those on the meta device are replaced later, one
         # stage at a time, and then no longer tell what was tied.
