@@ -101,6 +101,19 @@ def row_hybrid(parameters: int, shard: int, replicate: int) -> Row:
     )
 
 
+def row_pipeline(parameters: int, ranks: int, tokens: int, hidden: int) -> Row:
+    """P stages of equal size, one a rank: 1/P of everything is held.
+
+    For each of the batch's `tokens` (all of them, not one rank's) `hidden` numbers of 4 bytes cross
+    each of the P-1 boundaries forward, and as many come back: 2(P-1)/P of that is the mean over
+    the ranks; one in the middle sends twice, the two ends once. Other schedules hold the same.
+    """
+    alone = row_one_process(parameters)
+    sent = 2 * (ranks - 1) / ranks * 4 * tokens * hidden
+    held = (part / ranks for part in (alone.weights, alone.gradients, alone.optimizer))
+    return Row(f"pipeline, {ranks} ranks", *held, sent)
+
+
 class Table:
     """A Markdown table that a notebook shows as the last line of a cell."""
 

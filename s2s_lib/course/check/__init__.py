@@ -13,19 +13,23 @@ from s2s_lib.course.check.lesson00 import all_gather_by_doubling, reduce_scatter
 from s2s_lib.course.check.lesson01 import accumulate, average_gradients, ddp_of_eight
 from s2s_lib.course.check.lesson02 import clip_shards, sharded_adamw_step, zero_of_eight
 from s2s_lib.course.check.lesson03 import hybrid_all_reduce, hybrid_of_eight, local_sgd
+from s2s_lib.course.check.lesson04 import bubble_of_eight, one_f_one_b, three_in_flight
 
 __all__ = [
     "Wrong",
     "accumulate",
     "all_gather_by_doubling",
     "average_gradients",
+    "bubble_of_eight",
     "clip_shards",
     "ddp_of_eight",
     "hybrid_all_reduce",
     "hybrid_of_eight",
     "local_sgd",
+    "one_f_one_b",
     "reduce_scatter",
     "ring_of_eight",
     "sharded_adamw_step",
+    "three_in_flight",
     "zero_of_eight",
 ]

@@ -4,6 +4,7 @@ import contextlib
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
 
 from s2s_lib.strategies.pipeline import values
 from s2s_lib.strategies.pipeline.actions import Action
@@ -27,6 +28,14 @@ class Entry(torch.autograd.Function):
     def backward(ctx, gradient):
         ctx.found.append(gradient)
         return None, None, None
+
+
+def copied(leaf):
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _trained(leaf):
+    return leaf is not None and leaf.requires_grad
 
 
 class Batch:
@@ -80,9 +89,11 @@ class Batch:
             came_out = self.finish(output, micro)
         else:
             came_out, description = values.flatten(output, f"stage {stage}")
-            self.here[action] = came_out, description
+            # What has no graph may be memory that the stage writes into again, a buffer say.
+            given = [copied(leaf) if not _trained(leaf) else leaf for leaf in came_out]
+            self.here[action] = given, description
         if self.training:
-            came_out = [leaf for leaf in came_out if leaf is not None and leaf.requires_grad]
+            came_out = [leaf for leaf in came_out if _trained(leaf)]
             self.flying[stage, micro] = went_in, came_out, halves.done() if halves else None
 
     def enter(self, action):
@@ -91,11 +102,12 @@ class Batch:
         source = before(action, self.pipeline.schedule)
         if source is None:
             value, self.inputs[action.micro] = self.inputs[action.micro], None
-            return [], value
+            # A copy: micro-batches are parts of one tensor, which a stage may change in place.
+            return [], pytree.tree_map(copied, value)
         leaves, description = self.here.pop(source)
         if source.stage in self.pipeline.stage:
             # From a stage of this rank no message came: a copy, as a message would be.
-            leaves = [None if leaf is None else leaf.detach().clone() for leaf in leaves]
+            leaves = [copied(leaf) for leaf in leaves]
         went_in = []
         for i, shape in enumerate(description.leaves):
             if shape is not None and shape.trained:

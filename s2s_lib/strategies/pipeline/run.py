@@ -3,7 +3,7 @@
     who holds what    each rank its stages: their weights, gradients and optimizer state, and the
                       activations of the micro-batches in flight
     who sends what    for each micro-batch and each boundary between ranks, the activations forward
-                      and their gradients backward; once a batch an all_gather of 56 bytes a rank;
+                      and their gradients backward; once a batch an all_gather of 72 bytes a rank;
                       an all_reduce of the gradients of tied weights
 
 What a stage returns is the one argument of the next, as in `nn.Sequential`: a tensor, or tensors in
@@ -64,7 +64,7 @@ class Pipeline(nn.Module):
     Construction: the ranks exchange some hundred bytes; ValueError on all of them if the group has
     another size than the schedule, a rank has other stages than the schedule gives it, or the
     ranks disagree on the schedule. Tied weights take the value they have in the first stage that
-    has them. Each batch: an all_gather of 56 bytes a rank; the first of its shapes also tells what
+    has them. Each batch: an all_gather of 72 bytes a rank; the first of its shapes also tells what
     its messages look like.
 
     Modules see one micro-batch at a time: batch norm normalises over that alone, and each stage's
@@ -152,10 +152,12 @@ class Pipeline(nn.Module):
         """One batch through the pipeline."""
         try:
             given = self.cut(mode, x, y)
-            mine = self.summary(mode, *given[:2])
+            mine = self.summary(
+                mode, *given[:2], by_hand=(isinstance(x, list), isinstance(y, list))
+            )
         except Exception as error:
             # The others are told, or they would wait for this rank.
-            self.tell([REFUSED, 0, -1, 0, -1, 0, self.failed], error)
+            self.tell([REFUSED, 0, -1, 0, 0, -1, 0, 0, self.failed], error)
             raise
         said = self.tell(mine)
         check_same_batch(said)
@@ -208,10 +210,10 @@ class Pipeline(nn.Module):
             shares = [count / sum(counts) for count in counts]
         return inputs, targets, shares
 
-    def summary(self, mode, inputs, targets) -> list[int]:
+    def summary(self, mode, inputs, targets, by_hand) -> list[int]:
         """How this rank begins, for the others: what it does, a number for all that decides how
-        its messages look, of x and of y the number of rows and one for how they are cut, and how
-        many batches have failed here."""
+        its messages look, of x and of y the number of rows, one for how they are cut and whether
+        the user cut them, and how many batches have failed here."""
         flags = [
             (m.training, [(p.requires_grad, p.dtype) for p in m.parameters()]) for m in self.stages
         ]
@@ -219,7 +221,10 @@ class Pipeline(nn.Module):
         shapes = [values.flatten(value, "x")[1] for value in inputs or ()]
         number = hash((str(flags), str(shapes))) & 0x7FFFFFFFFFFFFFFF
         rows = [[values.rows(value) for value in given or ()] for given in (inputs, targets)]
-        marks = [(sum(r), zlib.crc32(str(r).encode())) if r else (-1, 0) for r in rows]
+        marks = [
+            (sum(r), zlib.crc32(str(r).encode()), hand) if r else (-1, 0, 0)
+            for r, hand in zip(rows, by_hand, strict=True)
+        ]
         return [mode, number, *marks[0], *marks[1], self.failed]
 
     def tell(self, mine: list[int], error: Exception | None = None) -> tuple:

@@ -64,7 +64,13 @@ def flatten(value, who: str) -> tuple[list, Description]:
         None if leaf is None else Shape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
         for leaf in leaves
     )
-    return leaves, Description(pytree.treespec_dumps(nesting), tuple(shapes))
+    try:
+        return leaves, Description(pytree.treespec_dumps(nesting), tuple(shapes))
+    except NotImplementedError:
+        raise TypeError(
+            f"{who} gives a {type(value).__name__}, or has one inside: between stages tensors "
+            "travel alone, or in tuples, lists and dicts"
+        ) from None
 
 
 def build(leaves, description: Description):
