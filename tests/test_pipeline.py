@@ -175,7 +175,7 @@ def test_each_rank_sends_activations_forward_and_their_gradients_backward_and_no
     def work(world):
         rows = 12
         with bill() as agreement:
-            all_gather(torch.zeros(1, 6, dtype=torch.int64), world)
+            all_gather(torch.zeros(1, 9, dtype=torch.int64), world)
         for plan in schedules(world.size, (1, 3, 6), schedule.BUILDERS):
             stages = [Layers(number) for number in range(plan.stages)]
             pipeline = Pipeline(stages, world, plan, mean_square)

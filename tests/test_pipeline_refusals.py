@@ -114,7 +114,7 @@ def test_a_wrong_call_is_refused_on_every_rank_at_once_and_the_next_step_works()
 
 @pytest.mark.parametrize(
     "rows, count, words",
-    [(3, len, "x has 3 rows for 4"), (8, lambda y: 0, "mean of nothing")],
+    [(3, len, "has 3 rows for 4"), (8, lambda y: 0, "mean of nothing")],
 )
 def test_an_uncaught_refusal_tells_its_cause(rows, count, words):
     def work(world):

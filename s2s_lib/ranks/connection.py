@@ -57,6 +57,15 @@ class Wire:
         self.pending = set()
         # What background tasks raised, until somebody waits for them.
         self.unheard = []
+        # How often a strategy gave up in the midst of its messages, and the transfers it left:
+        # their memory must stay, for a message may still come or be taken.
+        self.given_up, self.left = 0, []
+
+    def give_up(self, transfers):
+        """Nobody will wait for these."""
+        self.given_up += 1
+        self.left.extend(transfers)
+        self.pending.difference_update(transfers)
 
     def admit(self, group):
         """ValueError unless the group's ranks exist and this process is where it says it is."""

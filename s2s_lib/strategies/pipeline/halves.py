@@ -29,8 +29,6 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from s2s_lib.strategies.backward import weakly
-
 
 class Halves:
     """Watches the forwards of `module`, and takes their backwards apart.
@@ -42,7 +40,7 @@ class Halves:
         self.module = module
         self.calls = None
         self.inside = []
-        before, after = weakly(self.put_aliases), weakly(self.note_output)
+        before, after = Watch(self.put_aliases), Watch(self.note_output)
         hooks = []
         for layer in filter(_is_plain, module.modules()):
             hooks.append(layer.register_forward_pre_hook(before))
@@ -75,6 +73,20 @@ class Halves:
         tensors = [t for t in pytree.tree_leaves(output) if _trained(t)]
         if aliases:
             self.calls.append((mark(tensors[0]) if _has_a_place(tensors) else None, aliases))
+
+
+class Watch:
+    """A hook that does not keep its Halves alive, and is nothing in a copy of the module."""
+
+    def __init__(self, method=None):
+        self.method = method and weakref.WeakMethod(method)
+
+    def __call__(self, *args):
+        bound = self.method and self.method()
+        return bound(*args) if bound else None
+
+    def __reduce__(self):
+        return Watch, ()
 
 
 class Mark(torch.autograd.Function):

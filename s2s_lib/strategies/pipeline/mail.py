@@ -13,6 +13,7 @@ is read once more at either end.
 
 import torch
 
+from s2s_lib.ranks.connection import current
 from s2s_lib.ranks.group import Group
 from s2s_lib.ranks.messages import irecv, isend
 from s2s_lib.strategies.pipeline.actions import Action
@@ -25,8 +26,7 @@ class Mail:
     """Sends and receives for one rank; messages are named as in order.py.
 
     `known` has the Description of every activation, by message, or is None; `told` collects them.
-    `failures` counts the batches before that raised on some rank: what they left on its way, nobody
-    takes.
+    `failures` counts what some rank has given up before: what that left on its way, nobody takes.
     """
 
     def __init__(self, group: Group, known: dict[Action, Description] | None, failures: int = 0):
@@ -99,6 +99,11 @@ class Mail:
         for transfer in self.sent.pop(message, ()):
             transfer.wait()
 
+    def give_up(self):
+        """After an error: nobody waits for what is on its way."""
+        both = [*self.asked.values(), *self.sent.values()]
+        current().give_up([transfer for row in both for transfer in row if transfer is not None])
+
     def finish(self):
         for message in list(self.sent):
             self.settle(message)
@@ -122,10 +127,14 @@ class Mail:
 
 
 def _or_nothing(gradient, shape):
+    if gradient is None and shape.dtype.is_complex:
+        return torch.view_as_complex(
+            torch.full((*shape.dims, 2), -0.0, dtype=shape.dtype.to_real())
+        )
     if gradient is None:
         return torch.full(shape.dims, -0.0, dtype=shape.dtype)
-    # Adding 0.0 turns -0.0 into 0.0.
-    return gradient + 0.0 if _is_nothing(gradient) else gradient
+    # Adding 0 turns -0.0 into 0.0.
+    return gradient + torch.zeros_like(gradient) if _is_nothing(gradient) else gradient
 
 
 def _is_nothing(gradient):

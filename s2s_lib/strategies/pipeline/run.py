@@ -102,8 +102,6 @@ class Pipeline(nn.Module):
         self.accelerator = Accelerator(current().cluster)
         # What each rank said when a batch began -> descriptions of that batch's messages.
         self.known = {}
-        # Batches that raised on this rank after they had begun.
-        self.failed = 0
 
     def step(self, x=None, y=None) -> torch.Tensor | None:
         """Forward and backward of one batch; the loss, on the rank of the last stage, else None.
@@ -157,19 +155,24 @@ class Pipeline(nn.Module):
             )
         except Exception as error:
             # The others are told, or they would wait for this rank.
-            self.tell([REFUSED, 0, -1, 0, 0, -1, 0, 0, self.failed], error)
+            self.tell([REFUSED, 0, -1, 0, 0, -1, 0, 0, 0], error)
             raise
         said = self.tell(mine)
         check_same_batch(said)
-        try:
-            return self.go(mode == STEP, said, *given)
-        except BaseException:
-            self.failed += 1
-            raise
-
-    def go(self, training, said, inputs, targets, shares) -> Batch:
-        """Walk through the program with one batch."""
         mail = Mail(self.group, self.known.get(said), failures=sum(row[-1] for row in said))
+        try:
+            batch = self.go(mode == STEP, mail, *given)
+        except BaseException:
+            mail.give_up()
+            raise
+        self.known.setdefault(said, mail.told)
+        if len(self.known) > REMEMBERED:
+            # On all ranks the same: they are put in on all in one order.
+            del self.known[next(iter(self.known))]
+        return batch
+
+    def go(self, training, mail, inputs, targets, shares) -> Batch:
+        """Walk through the program with one batch."""
         batch = Batch(self, training, inputs, targets, shares)
         with self.ties.summed() if training else contextlib.nullcontext():
             for step in self.training_program if training else self.forward_program:
@@ -183,10 +186,6 @@ class Pipeline(nn.Module):
                 if step.give:
                     mail.give(*step.give, *batch.here.pop(step.give[0]))
             mail.finish()
-        self.known.setdefault(said, mail.told)
-        if len(self.known) > REMEMBERED:
-            # On all ranks the same: they are put in on all in one order.
-            del self.known[next(iter(self.known))]
         return batch
 
     def cut(self, mode, x, y):
@@ -213,7 +212,7 @@ class Pipeline(nn.Module):
     def summary(self, mode, inputs, targets, by_hand) -> list[int]:
         """How this rank begins, for the others: what it does, a number for all that decides how
         its messages look, of x and of y the number of rows, one for how they are cut and whether
-        the user cut them, and how many batches have failed here."""
+        the user cut them, and how often this rank has given up."""
         flags = [
             (m.training, [(p.requires_grad, p.dtype) for p in m.parameters()]) for m in self.stages
         ]
@@ -225,7 +224,7 @@ class Pipeline(nn.Module):
             (sum(r), zlib.crc32(str(r).encode()), hand) if r else (-1, 0, 0)
             for r, hand in zip(rows, by_hand, strict=True)
         ]
-        return [mode, number, *marks[0], *marks[1], self.failed]
+        return [mode, number, *marks[0], *marks[1], current().given_up]
 
     def tell(self, mine: list[int], error: Exception | None = None) -> tuple:
         """What every rank says, the same on all of them; RuntimeError with the words of a rank that

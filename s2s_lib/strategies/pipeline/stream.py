@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from s2s_lib.collectives.functions import broadcast
+from s2s_lib.ranks.connection import current
 from s2s_lib.strategies.pipeline import schedule, values
 from s2s_lib.strategies.pipeline.mail import Mail
 from s2s_lib.strategies.pipeline.order import before
@@ -44,21 +45,34 @@ def generate(
     the same prompts and `tokens`.
     """
     group = pipeline.group
-    if pipeline.schedule.stages != group.size:
+    if pipeline.schedule.rank_of != tuple(range(group.size)):
         raise ValueError(
             f"generate streams through one stage a rank, here are {pipeline.schedule.stages} "
-            f"stages on {group.size} ranks: build a Pipeline with schedule.forward_only"
+            f"stages on {group.size} ranks, stage by stage on {list(pipeline.schedule.rank_of)}: "
+            "build a Pipeline with schedule.forward_only"
         )
     if not len(prompts) or any(prompt.dim() != 1 or not len(prompt) for prompt in prompts):
         raise ValueError("prompts: give at least one row of tokens [T], each with a token or more")
     mine = repr([tokens, [(str(p.dtype), p.tolist()) for p in prompts]]).encode()
-    if len(set(exchange(hashlib.sha256(mine).digest(), group))) > 1:
+    said = exchange(hashlib.sha256(mine).digest() + bytes([current().given_up % 256]), group)
+    if len({words[:-1] for words in said}) > 1:
         raise ValueError("generate: the ranks give different prompts or numbers of tokens")
+    mail = Mail(group, None, failures=sum(words[-1] for words in said))
+    try:
+        return stream(pipeline, prompts, tokens, pick, mail)
+    except BaseException:
+        mail.give_up()
+        raise
+
+
+def stream(pipeline, prompts, tokens, pick, mail):
+    """Walk through the program of a streaming schedule."""
+    group = pipeline.group
     order = schedule.streaming(group.size, len(prompts), tokens)
     first, last = group.rank == 0, group.rank == group.size - 1
     rows = [prompt[None] for prompt in prompts]
     chosen = [[] for _ in prompts]
-    mail, here = Mail(group, None), {}
+    here = {}
     for step in program(order, group.rank):
         if step.take:
             here[step.take[0]] = mail.take(*step.take)

@@ -109,7 +109,7 @@ class Ties:
                 total += grad
             total = all_reduce(total, holders)
             for weight in weights:
-                if weight.grad is None:
+                if weight.grad is None or weight.grad.is_sparse:
                     weight.grad = total.clone()
                 else:
                     weight.grad.copy_(total)

@@ -112,9 +112,9 @@ def cut(value, count: int, what: str) -> list:
 
 
 def rows(value) -> int:
-    """The rows of the first tensor of a micro-batch; 1 where it is a single number."""
-    first = tensors(value)[0]
-    return first.shape[0] if first.dim() else 1
+    """The rows of the first tensor of a micro-batch; 1 of a single number, 0 of nothing."""
+    found = tensors(value)
+    return 0 if not found else found[0].shape[0] if found[0].dim() else 1
 
 
 def join_rows(values: list):
