@@ -1,5 +1,6 @@
 """A pipeline step beside torch's, the bubble beside the simulator's, a backward taken apart."""
 
+import statistics
 import time
 
 import torch
@@ -19,6 +20,9 @@ from s2s_lib import (
     Cluster,
     GPTConfig,
     Pipeline,
+    barrier,
+    irecv,
+    isend,
     launch,
     measured,
     next_token_loss,
@@ -108,6 +112,21 @@ ROWS = 16
 TOY = GPU("toy", 1, 8 * 2 * ROWS * 64 * 64 / 0.020 / 1e12)
 
 
+def message_seconds(world):
+    """When a message was sent, or came, between ranks that had slept."""
+    times = []
+    for _ in range(15):
+        barrier(world)
+        time.sleep(0.01)
+        if world.rank == 0:
+            times.append(time.monotonic())
+            isend(torch.zeros(ROWS, 64), 1, world).wait()
+        if world.rank == 1:
+            irecv(torch.empty(ROWS, 64), 0, world).wait()
+            times.append(time.monotonic())
+    return times
+
+
 def paced(world, order):
     stages = [Layers(8 * world.size // order.stages) for _ in order.stages_of(world.rank)]
     pipeline = Pipeline(stages, world, order, nn.functional.mse_loss)
@@ -119,7 +138,7 @@ def paced(world, order):
         with timeline() as line:
             pipeline.step(x, x)
         lines.append(line)
-    return lines, pipeline.durations()
+    return lines, pipeline.durations(), message_seconds(world)
 
 
 def bubbles():
@@ -131,12 +150,16 @@ def bubbles():
             schedule.zb_h1,
         ):
             order = build(4, microbatches)
-            answers = launch(paced, order, ranks=4, cluster=Cluster(1, 4, gpu=TOY))
-            expected = simulate(order, **answers[0][1])
-            runs = [measured(order, lines) for lines in zip(*(a[0] for a in answers), strict=True)]
-            found = sorted(run.bubble for run in runs)[1]
+            lines, durations, sent = zip(
+                *launch(paced, order, ranks=4, cluster=Cluster(1, 4, gpu=TOY)), strict=True
+            )
+            hop = statistics.median(b - a for a, b in zip(*sent[:2], strict=True))
+            expected = simulate(order, **durations[0], transfer=hop)
+            runs = [measured(order, run) for run in zip(*lines, strict=True)]
+            found = min(runs, key=lambda run: run.total).bubble
             print(
-                f"{order!r}: simulated bubble {expected.bubble:.2%}, measured {found:.2%} of total"
+                f"{order!r}: simulated bubble {expected.bubble:.2%} with {hop * 1e3:.2f} ms a "
+                f"message, measured {found:.2%} of total"
             )
             result("    points apart", abs(found - expected.bubble) * 100, at_most=2)
 

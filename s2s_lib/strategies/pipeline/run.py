@@ -173,13 +173,15 @@ class Pipeline(nn.Module):
 
     def go(self, training, mail, inputs, targets, shares) -> Batch:
         """Walk through the program with one batch."""
+        self.accelerator.begin()
         batch = Batch(self, training, inputs, targets, shares)
         with self.ties.summed() if training else contextlib.nullcontext():
             for step in self.training_program if training else self.forward_program:
                 for coming in step.ask:
                     mail.ask(*coming)
                 if step.take:
-                    batch.here[step.take[0]] = mail.take(*step.take)
+                    with self.accelerator.wait():
+                        batch.here[step.take[0]] = mail.take(*step.take)
                 for sent in step.settle:
                     mail.settle(sent)
                 batch.act(step.action)

@@ -68,6 +68,7 @@ def generate(
 def stream(pipeline, prompts, tokens, pick, mail):
     """Walk through the program of a streaming schedule."""
     group = pipeline.group
+    pipeline.accelerator.begin()
     order = schedule.streaming(group.size, len(prompts), tokens)
     first, last = group.rank == 0, group.rank == group.size - 1
     rows = [prompt[None] for prompt in prompts]
@@ -75,7 +76,8 @@ def stream(pipeline, prompts, tokens, pick, mail):
     here = {}
     for step in program(order, group.rank):
         if step.take:
-            here[step.take[0]] = mail.take(*step.take)
+            with pipeline.accelerator.wait():
+                here[step.take[0]] = mail.take(*step.take)
         for sent in step.settle:
             mail.settle(sent)
         needed, request = before(step.action, order), step.action.micro % len(prompts)
