@@ -11,7 +11,8 @@ The second half then asks, layer by layer, from such a place to the layer's weig
 
 Where a layer is used twice, the second output depends on the weight along two ways, and asking for
 the weight would count the first use again. So for the length of one call a layer holds an alias of
-its weight, the same memory under a name of this call, and the second half asks for the alias.
+its weight, the same memory under a name of this call, and the second half asks for the alias. For
+an nn.Linear there is no need to ask: the gradient of its weight is one product.
 
 This is done for the layers of torch.nn, and classes of yours that keep their `forward`: of these
 it is known that a weight reaches the loss through what the layer returns alone. Any other weight,
@@ -27,7 +28,6 @@ from collections import Counter
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils import _pytree as pytree
 
 
 class Halves:
@@ -55,14 +55,16 @@ class Halves:
         calls, self.calls = self.calls, None
         return Half([p for p in self.module.parameters() if p.requires_grad], calls)
 
-    def put_aliases(self, layer, _):
+    def put_aliases(self, layer, inputs):
         if self.calls is None:
             return
         own = {name: p for name, p in layer._parameters.items() if _trained(p)}
+        product = Product(inputs[0], own) if _is_product(layer, inputs) else None
         for name, parameter in own.items():
-            layer._parameters[name] = nn.Parameter(parameter.detach())
+            alias = parameter.detach()
+            layer._parameters[name] = alias if product else alias.requires_grad_()
         aliases = [(layer._parameters[name], parameter) for name, parameter in own.items()]
-        self.inside.append((layer, own, aliases))
+        self.inside.append((layer, own, product or aliases))
 
     def note_output(self, layer, _, output):
         # Calls that are not recorded, and recomputations inside a backward, pass by.
@@ -70,9 +72,42 @@ class Halves:
             return
         _, own, aliases = self.inside.pop()
         layer._parameters.update(own)
-        tensors = [t for t in pytree.tree_leaves(output) if _trained(t)]
-        if aliases:
-            self.calls.append((mark(tensors[0]) if _has_a_place(tensors) else None, aliases))
+        if not own or output is None:
+            # A layer that raised has no output.
+            return None
+        place = None
+        if isinstance(aliases, Product) or _has_a_place(output):
+            place, output = mark(output)
+        self.calls.append((place, aliases))
+        return output
+
+
+class Product:
+    """One call of an nn.Linear: what went in, and the layer's own weights by name.
+
+    Their gradients are one product and one sum, which need no graph.
+    """
+
+    def __init__(self, x, own):
+        self.x, self.own = x.detach(), own
+        self.version = x._version
+
+    def __iter__(self):
+        return ((None, parameter) for parameter in self.own.values())
+
+    def gradients(self, grad):
+        """For each weight the two factors of its gradient, for a bias the gradient."""
+        if self.x._version != self.version:
+            raise RuntimeError(
+                f"what went into a Linear, {list(self.x.shape)}, has been changed in place since, "
+                "and the gradient of its weight needs it: use an operation that is not in place"
+            )
+        rows, found = grad.reshape(-1, grad.shape[-1]), {}
+        if "weight" in self.own:
+            found[self.own["weight"]] = rows.T, self.x.reshape(-1, self.x.shape[-1])
+        if "bias" in self.own:
+            found[self.own["bias"]] = (rows.sum(0),)
+        return found
 
 
 class Watch:
@@ -90,15 +125,15 @@ class Watch:
 
 
 class Mark(torch.autograd.Function):
-    """A node after a layer's output, which stays the same tensor.
+    """A node of our own after a layer's output, whose memory it shares.
 
     forward: identity    backward: identity
     """
 
     @staticmethod
     def forward(ctx, tensor):
-        ctx.mark_dirty(tensor)
-        return tensor
+        # No view for autograd: it may be changed in place like what the layer gave.
+        return tensor.data
 
     @staticmethod
     def backward(ctx, gradient):
@@ -108,9 +143,8 @@ class Mark(torch.autograd.Function):
 def mark(output):
     """The places before and after a new node at a layer's output: where the second half starts,
     and where the first half reads the gradient, after hooks that others put on the output."""
-    before = get_gradient_edge(output)
-    Mark.apply(output)
-    return before, get_gradient_edge(output)
+    before, output = get_gradient_edge(output), Mark.apply(output)
+    return (before, get_gradient_edge(output)), output
 
 
 class Half:
@@ -152,12 +186,13 @@ class Half:
         ready = {p: self.sums.pop(p) for p in self.sums.keys() - left.keys()}
         while self.found:
             start, grad, aliases = self.found.pop()
-            own = torch.autograd.grad(
-                [start], [a for a, _ in aliases], [grad], retain_graph=True, allow_unused=True
-            )
-            for (_, parameter), grad in zip(aliases, own, strict=True):
-                self.add(parameter, grad)
+            for parameter, own in self.own_gradients(start, grad, aliases):
                 left[parameter] -= 1
+                if len(own) == 2 and _takes(parameter, own[0]) and parameter not in self.sums:
+                    # Product and sum in one, without memory for the product.
+                    parameter.grad.addmm_(*own)
+                    continue
+                self.add(parameter, own[0] @ own[1] if len(own) == 2 else own[0])
                 if not left[parameter] and parameter in self.sums:
                     total = self.sums.pop(parameter)
                     if _takes(parameter, total):
@@ -169,6 +204,16 @@ class Half:
             # Through the parameters' own nodes in the graph, all in one backward: calls their
             # hooks as any backward does.
             torch.autograd.backward(list(ready), list(ready.values()))
+
+    @staticmethod
+    def own_gradients(start, grad, aliases):
+        """For each weight of one call: the gradient, or the two factors of it."""
+        if isinstance(aliases, Product):
+            return aliases.gradients(grad).items()
+        own = torch.autograd.grad(
+            [start], [a for a, _ in aliases], [grad], retain_graph=True, allow_unused=True
+        )
+        return [(parameter, (g,)) for (_, parameter), g in zip(aliases, own, strict=True)]
 
     def add(self, parameter, grad):
         if grad is not None:
@@ -183,15 +228,32 @@ def _takes(parameter, grad):
     return not (hooks or held is None or held.is_sparse or grad.is_sparse)
 
 
-def _has_a_place(tensors):
+def _is_product(layer, inputs):
+    """Whether this call is a plain product with an input that has a gradient of its own."""
+    if type(layer).forward is not nn.Linear.forward or len(inputs) != 1:
+        return False
+    # A checkpoint compares what is saved for backward with what is saved when it computes again.
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
+    x = inputs[0]
+    return (
+        _trained(x)
+        and x.dim() > 1
+        and x.is_floating_point()
+        and not torch.is_autocast_enabled("cpu")
+        and x.dtype is layer.weight.dtype
+    )
+
+
+def _has_a_place(output):
     """Whether a layer's output is one tensor with a place of its own in the graph.
 
-    Of several one may be computed from another, and would count twice; what the last operation
-    has saved must not be marked as changed.
+    Of several one may be computed from another, and would count twice; and where the last operation
+    has saved its result, autograd must see it changed in place.
     """
-    if len(tensors) != 1 or tensors[0].is_leaf or tensors[0]._is_view():
+    if not isinstance(output, torch.Tensor) or output.grad_fn is None:
         return False
-    return not hasattr(tensors[0].grad_fn, "_saved_result")
+    return not hasattr(output.grad_fn, "_saved_result")
 
 
 def _remove(hooks):
