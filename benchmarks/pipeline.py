@@ -166,6 +166,8 @@ def bubbles():
 
 def take_apart(world, repeats):
     torch.manual_seed(0)
+    # As where several ranks share the cores.
+    torch.set_num_threads(1)
     config = GPTConfig(layers=2, hidden=224, heads=8)
     blocks = {name: nn.Sequential(Block(config), Block(config)) for name in ("whole", "halves")}
     x = torch.randn(1, 64, 224, requires_grad=True)
