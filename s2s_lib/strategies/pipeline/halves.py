@@ -16,10 +16,11 @@ an nn.Linear there is no need to ask: the gradient of its weight is one product.
 
 This is done for the layers of torch.nn, and classes of yours that keep their `forward`: of these
 it is known that a weight reaches the loss through what the layer returns alone. Any other weight,
-of a module with a forward of its own or read by another module, gets its gradient in the first
-half: right, but not put off.
-Memory: activations stay until the second half, and the gradients of the layers' outputs come to
-them. Cost: about 1.2 times a whole backward.
+of a module with a forward of its own or read by another module, and those of norms, which cost
+little, get their gradient in the first half: right, but not put off.
+Memory: until the second half stay what went into each nn.Linear and the gradients of what came out;
+and all activations, if the stage has other layers whose weights are put off (an embedding, a
+convolution). Cost: about 1.2 times a whole backward.
 """
 
 import weakref
@@ -42,7 +43,7 @@ class Halves:
         self.inside = []
         before, after = Watch(self.put_aliases), Watch(self.note_output)
         hooks = []
-        for layer in filter(_is_plain, module.modules()):
+        for layer in filter(_is_worth_it, module.modules()):
             hooks.append(layer.register_forward_pre_hook(before))
             # First of all, so that no other hook meets an alias.
             hooks.append(layer.register_forward_hook(after, prepend=True, always_call=True))
@@ -77,7 +78,7 @@ class Halves:
             return None
         place = None
         if isinstance(aliases, Product) or _has_a_place(output):
-            place, output = mark(output)
+            place, output = mark(output, isinstance(aliases, Product))
         self.calls.append((place, aliases))
         return output
 
@@ -140,10 +141,12 @@ class Mark(torch.autograd.Function):
         return gradient
 
 
-def mark(output):
-    """The places before and after a new node at a layer's output: where the second half starts,
-    and where the first half reads the gradient, after hooks that others put on the output."""
-    before, output = get_gradient_edge(output), Mark.apply(output)
+def mark(output, alone=False):
+    """The places before and after a new node at a layer's output: where the second half starts
+    (None if `alone`, it needs no graph), and where the first half reads the gradient, after hooks
+    that others put on the output."""
+    before = None if alone else get_gradient_edge(output)
+    output = Mark.apply(output)
     return (before, get_gradient_edge(output)), output
 
 
@@ -167,7 +170,7 @@ class Half:
             outputs,
             [*inputs, *places, *(asked for asked, _ in self.direct)],
             gradients,
-            retain_graph=True,
+            retain_graph=any(start for (start, _), _ in self.late),
             allow_unused=True,
         )
         of_inputs, rest = found[: len(inputs)], found[len(inputs) :]
@@ -265,8 +268,10 @@ def _trained(thing):
     return isinstance(thing, torch.Tensor) and thing.requires_grad
 
 
-def _is_plain(layer):
-    """Whether a layer is torch.nn's own, with parameters of its own and none inside."""
+def _is_worth_it(layer):
+    """Whether a layer is torch.nn's own, with a matrix of its own and no parameters inside."""
+    if not any(p is not None and p.dim() > 1 for p in layer._parameters.values()):
+        return False
     inside = [p for child in layer.children() for p in child.parameters()]
     forward = type(layer).forward.__module__
-    return bool(layer._parameters) and not inside and forward.startswith("torch.nn.")
+    return not inside and forward.startswith("torch.nn.")
