@@ -112,7 +112,7 @@ ROWS = 16
 TOY = GPU("toy", 1, 8 * 2 * ROWS * 64 * 64 / 0.020 / 1e12)
 
 
-def message_seconds(world):
+def message_times(world):
     """When a message was sent, or came, between ranks that had slept."""
     times = []
     for _ in range(15):
@@ -127,18 +127,22 @@ def message_seconds(world):
     return times
 
 
+def hop_seconds(times) -> float:
+    """The median time of a message, from what every rank says."""
+    return statistics.median(came - sent for sent, came in zip(*times[:2], strict=True))
+
+
 def paced(world, order):
     stages = [Layers(8 * world.size // order.stages) for _ in order.stages_of(world.rank)]
     pipeline = Pipeline(stages, world, order, nn.functional.mse_loss)
     x = torch.randn(ROWS * order.microbatches, 64)
-    for _ in range(2):
-        pipeline.step(x, x)
-    lines = []
+    pipeline.step(x, x)
+    pipeline.accelerator.overran, lines = 0, []
     for _ in range(3):
         with timeline() as line:
             pipeline.step(x, x)
         lines.append(line)
-    return lines, pipeline.durations(), message_seconds(world)
+    return lines, pipeline.durations(), message_times(world), pipeline.accelerator.overran
 
 
 def bubbles():
@@ -150,16 +154,17 @@ def bubbles():
             schedule.zb_h1,
         ):
             order = build(4, microbatches)
-            lines, durations, sent = zip(
+            lines, durations, sent, overran = zip(
                 *launch(paced, order, ranks=4, cluster=Cluster(1, 4, gpu=TOY)), strict=True
             )
-            hop = statistics.median(b - a for a, b in zip(*sent[:2], strict=True))
+            hop = hop_seconds(sent)
             expected = simulate(order, **durations[0], transfer=hop)
             runs = [measured(order, run) for run in zip(*lines, strict=True)]
             found = min(runs, key=lambda run: run.total).bubble
             print(
                 f"{order!r}: simulated bubble {expected.bubble:.2%} with {hop * 1e3:.2f} ms a "
-                f"message, measured {found:.2%} of total"
+                f"message, measured {found:.2%} of total; {sum(overran)} of "
+                f"{3 * sum(map(len, order.ranks))} actions overran"
             )
             result("    points apart", abs(found - expected.bubble) * 100, at_most=2)
 

@@ -78,7 +78,7 @@ def adamw(parameters):
 
 
 def assert_gradients(pipeline, reference, what=""):
-    for number, stage in pipeline.stage.items():
+    for number, stage in pipeline.module_of.items():
         theirs = dict(reference[number].named_parameters())
         for name, parameter in stage.named_parameters():
             own, other = parameter.grad, theirs[name.removeprefix("module.")].grad
@@ -89,7 +89,7 @@ def assert_gradients(pipeline, reference, what=""):
 
 
 def assert_weights(pipeline, reference, what=""):
-    for number, stage in pipeline.stage.items():
+    for number, stage in pipeline.module_of.items():
         torch.testing.assert_close(
             [p.detach() for p in stage.parameters()],
             [p.detach() for p in reference[number].parameters()],

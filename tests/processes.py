@@ -69,3 +69,16 @@ def run_script(path: Path, text: str, *args, **options) -> str:
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, ""), f"status {process.returncode}\n{out}\n{err}"
     return out
+
+
+def printed_by(program: str) -> str:
+    """What a Python program prints in a process of its own, with other hashes than this one."""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        check=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONHASHSEED": "7"},
+        cwd=ROOT,
+    )
+    return run.stdout.strip()

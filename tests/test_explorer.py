@@ -6,16 +6,15 @@ a bundle without the image or with a random id in it: each fails here.
 """
 
 import html
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
+from processes import printed_by
 
 from s2s_lib.course.explorer import SCHEDULES, explore, scene, timed
 from s2s_lib.strategies.pipeline import schedule as schedules
@@ -129,16 +128,8 @@ def test_the_image_is_the_same_in_another_process():
         "from s2s_lib.course.explorer import explore; b = explore()._repr_mimebundle_();"
         "print([b['text/html'], b['text/plain']])"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        check=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONHASHSEED": "7"},
-        cwd=Path(__file__).parents[1],
-    )
     bundle = explore()._repr_mimebundle_()
-    assert run.stdout.strip() == repr([bundle["text/html"], bundle["text/plain"]])
+    assert printed_by(program) == repr([bundle["text/html"], bundle["text/plain"]])
 
 
 def test_a_stored_notebook_keeps_the_image_and_compares_equal(tmp_path):

@@ -14,17 +14,15 @@ from torch import nn
 
 from s2s_lib.course.data import Batches, hold_out, text
 from s2s_lib.course.model import GPT, Attention, GPTConfig, next_token_loss, rotate
+from s2s_lib.course.reference import one_thread
 
 ODD = GPTConfig(layers=2, hidden=24, heads=6, kv_heads=2, vocab=11, seq=9, mlp_hidden=20)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """These tensors are too small to share, and a second thread waits for a core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def alone():
+    with one_thread():
+        yield
 
 
 def build(config, dtype=torch.float64, seed=0):

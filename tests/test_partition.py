@@ -19,6 +19,7 @@ from torch import nn
 
 from s2s_lib import memory
 from s2s_lib.course.model import GPT, GPTConfig
+from s2s_lib.course.reference import one_thread
 from s2s_lib.strategies.pipeline.partition.costs import balance
 from s2s_lib.strategies.pipeline.partition.materialize import materialize
 from s2s_lib.strategies.pipeline.partition.split import split
@@ -27,12 +28,9 @@ TINY = {"hidden": 16, "heads": 2, "vocab": 11, "seq": 6, "mlp_hidden": 20}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """These tensors are too small to share, and a second thread waits for a core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def alone():
+    with one_thread():
+        yield
 
 
 def compose(stages, x):

@@ -239,7 +239,7 @@ def test_bfloat16_travels_as_it_is():
         for part_x, part_y in 2 * list(zip(x.chunk(4), y.chunk(4), strict=True)):
             part = mean_square(run(reference, part_x), part_y) * 0.25
             part.backward()
-        for number, stage in pipeline.stage.items():
+        for number, stage in pipeline.module_of.items():
             for p, q in zip(stage.parameters(), reference[number].parameters(), strict=True):
                 assert p.grad.dtype == torch.bfloat16
                 torch.testing.assert_close(p.grad, q.grad, rtol=0.05, atol=0.01)

@@ -7,14 +7,11 @@ shifted, a colour of another kind, a picture of megabytes: each fails here.
 
 import functools
 import math
-import os
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as xml
-from pathlib import Path
 
 import pytest
+from processes import printed_by
 
 from s2s_lib import draw
 from s2s_lib.course import bubbles
@@ -103,15 +100,7 @@ def test_every_picture_is_the_same_in_another_process():
         "import sys; sys.path.insert(0, 'tests'); import test_pipeline_pictures as t;"
         "print([t.drawn(name)._repr_html_() for name in [*t.TABLES, *t.PLANS]])"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        check=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONHASHSEED": "7"},
-        cwd=Path(__file__).parents[1],
-    )
-    assert run.stdout.strip() == repr([drawn(name)._repr_html_() for name in [*TABLES, *PLANS]])
+    assert printed_by(program) == repr([drawn(name)._repr_html_() for name in [*TABLES, *PLANS]])
 
 
 def expected(timetable, total):

@@ -9,13 +9,11 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from pipeline_training import CLOSE, Layers, batch, mean_square
 from torch.distributed import pipelining
 
 from s2s_lib import Pipeline, launch, schedule
 
-WIDTH = 6
-CLOSE = {"rtol": 0, "atol": 1e-10}
 ONE_STAGE = {
     "gpipe": pipelining.ScheduleGPipe,
     "one_f_one_b": pipelining.Schedule1F1B,
@@ -31,30 +29,6 @@ IN_A_V = {
 }
 
 
-class Layers(nn.Module):
-    """A stage; its weights depend on `number` alone."""
-
-    def __init__(self, number):
-        super().__init__()
-        random = torch.Generator().manual_seed(number)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.double()
-        for parameter in self.parameters():
-            parameter.data.normal_(generator=random).mul_(0.5)
-
-    def forward(self, x):
-        return x + self.second(torch.tanh(self.first(x)))
-
-
-def mean_square(output, target):
-    return (output - target).square().mean()
-
-
-def batch(step, rows=16):
-    random = torch.Generator().manual_seed(step)
-    return torch.randn(2, rows, WIDTH, generator=random, dtype=torch.float64).unbind()
-
-
 def adamw(stages):
     return torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=1e-2)
 
@@ -64,7 +38,7 @@ def history(stages, step):
     optimizer, told = adamw(stages), []
     for number in range(3):
         optimizer.zero_grad()
-        step(*batch(number))
+        step(*batch(16, seed=number))
         told.append([p.grad.clone() for stage in stages for p in stage.parameters()])
         optimizer.step()
     return told, [p.detach() for stage in stages for p in stage.parameters()]

@@ -103,7 +103,7 @@ def test_large_messages_both_ways_at_once_do_not_stand_still():
             for _ in range(2):
                 pipeline.zero_grad()
                 pipeline.step([torch.ones(1, 2_000_000)] * 4, [torch.ones(1, 1)] * 4)
-            for stage in pipeline.stage.values():
+            for stage in pipeline.module_of.values():
                 torch.testing.assert_close(stage.factor.grad, torch.ones(1))
         return x.numel()
 
@@ -324,11 +324,11 @@ def test_stages_may_be_frozen_and_thawed_between_steps():
             reference = stages(plan.stages)()
             for frozen in ([], [0], [0, 1], [], [1], [0]):
                 for number in range(2):
-                    for parts in (pipeline.stage, dict(enumerate(reference))):
+                    for parts in (pipeline.module_of, dict(enumerate(reference))):
                         if number in parts:
                             parts[number].requires_grad_(number not in frozen)
-                if world.rank == 0 and 0 in pipeline.stage:
-                    pipeline.stage[0].first.bias.requires_grad_(False)
+                if world.rank == 0 and 0 in pipeline.module_of:
+                    pipeline.module_of[0].first.bias.requires_grad_(False)
                 reference[0].first.bias.requires_grad_(False)
                 for part in (pipeline, *reference):
                     part.zero_grad()
@@ -404,7 +404,7 @@ def assert_replicas_average_once(mesh, name, strategy):
         torch.testing.assert_close(clip_grad_norm_(pipeline, 0.1), norm, **CLOSE)
         for optimizer in optimizers:
             optimizer.step()
-    for number, stage in pipeline.stage.items():
+    for number, stage in pipeline.module_of.items():
         state = stage.module.state_dict() if strategy == "DDP" else stage.full_state_dict()
         torch.testing.assert_close(state, dict(reference[number].state_dict()), **CLOSE)
 

@@ -277,7 +277,7 @@ def test_a_schedule_prints_who_does_what():
         "rank 1: F0 B0 F1 B1",
     ]
     assert str(interleaved(1, 1, 2)).splitlines() == [
-        "<interleaved 1F1B x2: 2 stages on 1 ranks, 1 micro-batches>",
+        "<interleaved 1F1B x2: 2 stages on 1 rank, 1 micro-batch>",
         "rank 0: 0F0 1F0 1B0 0B0",
     ]
 

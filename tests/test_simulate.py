@@ -582,6 +582,21 @@ def test_a_timetable_says_its_total_and_its_bubble():
     assert repr(simulate(one_f_one_b(4, 8), 1, 1)) == "<1F1B: total 22, bubble 27.3% of it>"
 
 
+@pytest.mark.parametrize(("P", "M"), [(1, 1), (2, 3), (2, 9), (3, 5), (4, 7), (4, 16), (6, 11)])
+def test_zbv_leaves_no_rank_idle_between_its_first_action_and_its_last(P, M):
+    table = simulate(zbv(P, M), 1, 1, 1)
+    for line, busy in zip(table.spans, table.busy, strict=True):
+        assert line[-1][1] - line[0][0] == busy
+
+
+def test_the_shares_of_two_wholes_may_disagree_on_which_schedule_is_better():
+    h1, h2 = (simulate(build(8, 12), 1, 1, 1) for build in (zb_h1, zb_h2))
+    assert h1.bubble < h2.bubble and h1.zero_bubble_rate > h2.zero_bubble_rate
+    table = simulate(gpipe(4, 8), 1, 1)
+    shares = table.bubble, table.bubble_over_useful, table.zero_bubble_rate
+    assert shares == pytest.approx((3 / 11, 3 / 8, 3 / 11))
+
+
 # Work done.
 
 

@@ -1,16 +1,48 @@
 """Plots of what a pipeline wastes: its bubble against micro-batches and ranks, and what it holds.
 
 Each function draws on `axes` (or new ones) and returns the numbers drawn, `{name: {x: number}}`, so
-that a lesson can assert what it shows. Points are simulated as in explorer.py, on the same model
-for every schedule; thin lines are the published formulas. A number of micro-batches that a schedule
-refuses has no point.
+that a lesson can assert what it shows. Points are simulated (`timed`), on the same model for every
+schedule; thin lines are the published formulas. A number of micro-batches that a schedule refuses
+has no point.
 """
 
-from s2s_lib.course.explorer import built, timed
+import inspect
+
+from s2s_lib.strategies.pipeline.actions import Schedule
+from s2s_lib.strategies.pipeline.schedule import BUILDERS
+from s2s_lib.strategies.pipeline.simulate import Timetable, simulate
+
+# By the names that schedules give themselves: GPipe, 1F1B, ZB-H1, ...
+SCHEDULES = {build(2, 4).name.removesuffix(" x2"): build for build in BUILDERS.values()}
 
 USUAL = ("naive", "GPipe", "1F1B", "interleaved 1F1B", "ZB-H1")
 SHARE = "bubble: idle share of total time"
 MARKS = "os^vDxP*"
+
+
+def built(schedule: str, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """The schedule of this name in SCHEDULES; ValueError if there is none or it refuses."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
+    more = {"chunks": chunks} if has_chunks(schedule) else {}
+    return SCHEDULES[schedule](ranks, microbatches, **more)
+
+
+def timed(
+    schedule: Schedule, backward: float = 2, weight_share: float = 0.5, transfer: float = 0
+) -> Timetable:
+    """Simulated on the same model for every schedule: a micro-batch's forwards on one rank last 1
+    together, its backwards there `backward`, of which W is `weight_share`, a message `transfer`.
+
+    So a rank that runs two stages takes 1/2 for a forward of each.
+    """
+    stages = schedule.stages / len(schedule.ranks)
+    weight = backward * weight_share / stages
+    return simulate(schedule, 1 / stages, backward / stages - weight, weight, transfer)
+
+
+def has_chunks(name):
+    return "chunks" in inspect.signature(SCHEDULES[name]).parameters
 
 
 def bubble_formula(schedule: str, ranks: int, microbatches: int, chunks: int = 2) -> float | None:

@@ -9,14 +9,10 @@ import inspect
 
 import ipywidgets as widgets
 
+from s2s_lib.course.bubbles import SCHEDULES, built, has_chunks, timed
 from s2s_lib.draw import Picture
-from s2s_lib.strategies.pipeline.actions import Schedule
 from s2s_lib.strategies.pipeline.picture import draw_timetable
-from s2s_lib.strategies.pipeline.schedule import BUILDERS
-from s2s_lib.strategies.pipeline.simulate import Timetable, simulate
 
-# By the names that schedules give themselves: GPipe, 1F1B, ZB-H1, ...
-SCHEDULES = {build(2, 4).name.removesuffix(" x2"): build for build in BUILDERS.values()}
 LOOK = {"style": {"description_width": "130px"}, "layout": {"width": "350px"}}
 
 
@@ -31,37 +27,12 @@ def scene(
 ) -> tuple[Picture, str]:
     """The picture of a schedule by its name in SCHEDULES, and a line with its numbers.
 
-    `chunks` counts only where the schedule has them; for the times see `timed`. ValueError if
-    there is no such schedule.
+    `chunks` counts only where the schedule has them; for the times see `timed` (bubbles.py).
+    ValueError if there is no such schedule.
     """
     plan = built(schedule, ranks, microbatches, chunks)
     timetable = timed(plan, backward, weight_share, transfer)
     return draw_timetable(timetable), _numbers(timetable)
-
-
-def built(schedule: str, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """The schedule of this name in SCHEDULES; ValueError if there is none or it refuses."""
-    if schedule not in SCHEDULES:
-        raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
-    more = {"chunks": chunks} if _has_chunks(schedule) else {}
-    return SCHEDULES[schedule](ranks, microbatches, **more)
-
-
-def timed(
-    schedule: Schedule, backward: float = 2, weight_share: float = 0.5, transfer: float = 0
-) -> Timetable:
-    """Simulated on the same model for every schedule: a micro-batch's forwards on one rank last 1
-    together, its backwards there `backward`, of which W is `weight_share`, a message `transfer`.
-
-    So a rank that runs two stages takes 1/2 for a forward of each.
-    """
-    stages = schedule.stages / len(schedule.ranks)
-    weight = backward * weight_share / stages
-    return simulate(schedule, 1 / stages, backward / stages - weight, weight, transfer)
-
-
-def _has_chunks(name):
-    return "chunks" in inspect.signature(SCHEDULES[name]).parameters
 
 
 def _has_halves(name):
@@ -107,7 +78,7 @@ class Explorer(widgets.VBox):
 
     def _draw_again(self, change=None):
         now = {name: control.value for name, control in self.controls.items()}
-        for name, there in [("chunks", _has_chunks), ("weight_share", _has_halves)]:
+        for name, there in [("chunks", has_chunks), ("weight_share", _has_halves)]:
             self.controls[name].layout.display = None if there(now["schedule"]) else "none"
         try:
             picture, numbers = scene(**now)

@@ -20,10 +20,8 @@ from s2s_lib.ranks.group import Group
 
 # Parameter -> the group over which its gradient is cut into shards.
 _cut_over = WeakIdKeyDictionary()
-# Module -> the group whose ranks each have other layers of one model.
+# Module -> the group whose ranks each have other layers of one model, and copies that do not count.
 _spread_over = WeakIdKeyDictionary()
-# Parameters of which another rank, or this one, has a copy that counts.
-_counted_elsewhere = WeakIdKeyDictionary()
 
 
 def cut_over(parameter: torch.nn.Parameter, group: Group):
@@ -36,14 +34,12 @@ def is_cut(parameter: torch.nn.Parameter) -> bool:
     return parameter in _cut_over
 
 
-def spread_over(module: torch.nn.Module, group: Group):
-    """Say that each rank of `group` holds other layers of one model, this one those of `module`."""
-    _spread_over[module] = group
+def spread_over(module: torch.nn.Module, group: Group, copies: list[torch.nn.Parameter]):
+    """Say that each rank of `group` holds other layers of one model, this one those of `module`.
 
-
-def counted_elsewhere(parameter: torch.nn.Parameter):
-    """Say that this is a copy, with the same gradient, of a parameter that is counted."""
-    _counted_elsewhere[parameter] = True
+    `copies` are those of its parameters that another rank has too, and counts.
+    """
+    _spread_over[module] = group, {id(parameter) for parameter in copies}
 
 
 def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 2.0):
@@ -60,9 +56,11 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 
         if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
             raise ValueError(f"{name}={value!r}: give a number above 0")
     worst = math.isinf(norm_type)
+    spread = [_spread_over[module] for module in model.modules() if module in _spread_over]
+    copies = set().union(*(copies for _, copies in spread))
     groups, totals = {}, {}
     for parameter in model.parameters():
-        if parameter in _counted_elsewhere:
+        if id(parameter) in copies:
             continue
         group = _cut_over.get(parameter)
         if parameter.requires_grad or parameter.grad is not None:
@@ -77,9 +75,8 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 
         if groups[key] is not None:
             total = all_reduce(total, groups[key], "max" if worst else "sum")
         whole = torch.maximum(whole, total) if worst else whole + total
-    for module in model.modules():
-        if module in _spread_over:
-            whole = all_reduce(whole, _spread_over[module], "max" if worst else "sum")
+    for group, _ in spread:
+        whole = all_reduce(whole, group, "max" if worst else "sum")
     norm = whole if worst else whole ** (1 / norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parameter in model.parameters():

@@ -163,8 +163,18 @@ class Schedule:
         return "\n".join(lines)
 
     def __repr__(self):
-        ranks = "" if len(self.ranks) == self.stages else f" on {len(self.ranks)} ranks"
-        return f"<{self.name}: {self.stages} stages{ranks}, {self.microbatches} micro-batches>"
+        stages, microbatches = (
+            _count(self.stages, "stage"),
+            _count(self.microbatches, "micro-batch"),
+        )
+        ranks = len(self.ranks)
+        on = "" if ranks == self.stages else f" on {_count(ranks, 'rank')}"
+        return f"<{self.name}: {stages}{on}, {microbatches}>"
+
+
+def _count(number, what):
+    plural = "es" if what.endswith("ch") else "s"
+    return f"{number} {what}{'' if number == 1 else plural}"
 
 
 def _is_action(action):

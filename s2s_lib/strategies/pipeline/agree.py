@@ -2,36 +2,60 @@
 
 import hashlib
 import json
+from typing import NamedTuple
 
 from s2s_lib.strategies.pipeline.ties import describe
 from s2s_lib.strategies.replicas import exchange
 
+# How a rank begins a batch.
+REFUSED, STEP, EVALUATE, OUTPUT = -1, 0, 1, 2
+WORDS = {STEP: "step", EVALUATE: "evaluate", OUTPUT: "forward"}
 
-def check_same_batch(said):
-    """Errors where the ranks begin differently; `said` by all, see `Pipeline.summary`."""
-    modes = [mode for mode, *_ in said]
-    if len(set(modes)) > 1:
-        words = [("step", "evaluate", "forward")[mode] for mode in modes]
-        told = ", ".join(f"rank {rank} {word}" for rank, word in enumerate(words))
+
+class Beginning(NamedTuple):
+    """How a rank begins a batch, in whole numbers.
+
+    `shapes` is a number for all that decides what its messages look like. Of x and of y, on the
+    ranks that give them (else -1): the rows, a number for how they are cut, and whether by the
+    user. `given_up` counts what failed on this rank before.
+    """
+
+    mode: int
+    shapes: int = 0
+    x_rows: int = -1
+    x_cut: int = 0
+    x_by_hand: int = 0
+    y_rows: int = -1
+    y_cut: int = 0
+    y_by_hand: int = 0
+    given_up: int = 0
+
+
+def check_same_batch(said: tuple[Beginning, ...]):
+    """ValueError where the ranks begin differently."""
+    if len({beginning.mode for beginning in said}) > 1:
+        told = ", ".join(f"rank {rank} {WORDS[b.mode]}" for rank, b in enumerate(said))
         raise ValueError(f"the ranks have called different things: {told}")
-    (x, cut_x, own_x), (y, cut_y, own_y) = (max(row[i : i + 3] for row in said) for i in (2, 5))
+    x, y = max(said, key=lambda b: b.x_rows), max(said, key=lambda b: b.y_rows)
     # In lists that the user cut, targets may be numbers or rows of tokens: then other totals.
-    by_hand = own_x and own_y and x != y
-    if y != -1 and (x, cut_x) != (y, cut_y) and not by_hand:
+    if x.x_by_hand and y.y_by_hand and x.x_rows != y.y_rows:
+        return
+    if y.y_rows != -1 and (x.x_rows, x.x_cut) != (y.y_rows, y.y_cut):
         raise ValueError(
-            f"x has {x} rows on the first stage's rank, y {y} on the last's"
-            + (", in other micro-batches" if x == y else "")
+            f"x has {x.x_rows} rows on the first stage's rank, y {y.y_rows} on the last's"
+            + (", in other micro-batches" if x.x_rows == y.y_rows else "")
             + ": give y a row for each row of x"
         )
 
 
-def agree_on_schedule(schedule, group, modules, stage, tied):
+def agree_on_schedule(schedule, group, modules, module_of, tied):
     """ValueError on all ranks unless they have one schedule, and each the stages it needs."""
-    lines = repr((schedule.name, schedule.ranks, schedule.feedback, tied_as_lists(tied)))
+    names = [sorted(weights.items()) for weights in tied]
+    lines = repr((schedule.name, schedule.ranks, schedule.feedback, names))
     digest = hashlib.sha256(lines.encode()).hexdigest()
     try:
-        check_stages(schedule, group, modules, stage)
-        mine = [repr(schedule), digest, None, describe(tied, stage, schedule)]
+        check_stages(schedule, group, modules, module_of)
+        mine = [repr(schedule), digest, None, describe(tied, module_of, schedule)]
     except ValueError as error:
         mine = [repr(schedule), digest, str(error), []]
     said = [json.loads(words) for words in exchange(json.dumps(mine).encode(), group)]
@@ -52,11 +76,7 @@ def agree_on_schedule(schedule, group, modules, stage, tied):
             )
 
 
-def tied_as_lists(tied):
-    return [sorted(names.items()) for names in tied]
-
-
-def check_stages(schedule, group, modules, stage):
+def check_stages(schedule, group, modules, module_of):
     """ValueError unless this rank has the modules that the schedule needs here."""
     if len(schedule.ranks) != group.size:
         raise ValueError(
@@ -77,7 +97,7 @@ def check_stages(schedule, group, modules, stage):
         )
     split = {action.stage for action in schedule.ranks[group.rank] if action.kind == "I"}
     for number in sorted(split):
-        for inner in stage[number].modules():
+        for inner in module_of[number].modules():
             if not getattr(inner, "backward_comes_apart", True):
                 raise ValueError(
                     f"{schedule.name} takes the backward of stage {number} apart, and a "

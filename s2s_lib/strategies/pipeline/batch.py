@@ -73,7 +73,7 @@ class Batch:
     def apart(self, action):
         """Where a stage is a DDP or a ZeRO, its replicas exchange nothing before the last of its
         backwards (and buffers with the last of its forwards)."""
-        module = self.pipeline.stage[action.stage]
+        module = self.pipeline.module_of[action.stage]
         if not hasattr(module, "no_sync") or action == self.final[action.stage, action.kind == "F"]:
             return contextlib.nullcontext()
         return module.no_sync()
@@ -84,7 +84,7 @@ class Batch:
         halves = self.pipeline.halves[stage] if (stage, micro) in self.split else None
         if halves:
             halves.record()
-        output = self.pipeline.stage[stage](value)
+        output = self.pipeline.module_of[stage](value)
         if stage == self.last:
             came_out = self.finish(output, micro)
         else:
@@ -105,7 +105,7 @@ class Batch:
             # A copy: micro-batches are parts of one tensor, which a stage may change in place.
             return [], pytree.tree_map(copied, value)
         leaves, description = self.here.pop(source)
-        if source.stage in self.pipeline.stage:
+        if source.stage in self.pipeline.module_of:
             # From a stage of this rank no message came: a copy, as a message would be.
             leaves = [copied(leaf) for leaf in leaves]
         went_in = []
@@ -169,7 +169,7 @@ class Batch:
 
     def closes(self, stage, micro):
         """Whether a stage with replicas has its last backward of the batch for this micro-batch."""
-        replicated = hasattr(self.pipeline.stage[stage], "no_sync")
+        replicated = hasattr(self.pipeline.module_of[stage], "no_sync")
         return replicated and self.final[stage, False].micro == micro
 
     def leave(self, action, gradients):

@@ -18,9 +18,11 @@ This is done for the layers of torch.nn, and classes of yours that keep their `f
 it is known that a weight reaches the loss through what the layer returns alone. Any other weight,
 of a module with a forward of its own or read by another module, and those of norms, which cost
 little, get their gradient in the first half: right, but not put off.
+
 Memory: until the second half stay what went into each nn.Linear and the gradients of what came out;
 and all activations, if the stage has other layers whose weights are put off (an embedding, a
-convolution). Cost: about 1.2 times a whole backward.
+convolution). Time: about that of a whole backward, and some for the hooks in the forward;
+`make bench` measures both.
 """
 
 import weakref
@@ -60,55 +62,79 @@ class Halves:
         if self.calls is None:
             return
         own = {name: p for name, p in layer._parameters.items() if _trained(p)}
-        product = Product(inputs[0], own) if _is_product(layer, inputs) else None
-        for name, parameter in own.items():
-            alias = parameter.detach()
-            layer._parameters[name] = alias if product else alias.requires_grad_()
-        aliases = [(layer._parameters[name], parameter) for name, parameter in own.items()]
-        self.inside.append((layer, own, product or aliases))
+        call = (Product if _is_product(layer, inputs) else Aliased)(own, inputs)
+        layer._parameters.update(call.stand_ins)
+        self.inside.append((layer, own, call))
 
     def note_output(self, layer, _, output):
         # Calls that are not recorded, and recomputations inside a backward, pass by.
         if not self.inside or self.inside[-1][0] is not layer:
-            return
-        _, own, aliases = self.inside.pop()
+            return None
+        _, own, call = self.inside.pop()
         layer._parameters.update(own)
         if not own or output is None:
             # A layer that raised has no output.
             return None
-        place = None
-        if isinstance(aliases, Product) or _has_a_place(output):
-            place, output = mark(output, isinstance(aliases, Product))
-        self.calls.append((place, aliases))
+        self.calls.append(call)
+        return call.note(output)
+
+
+class Aliased:
+    """One call of a layer. Its weights' gradients are asked of autograd, for the aliases that
+    stood in for them, from `start`, where the output came out; read at `place`, behind a node of
+    our own, after hooks that others put on the output. Without one such place both are None."""
+
+    def __init__(self, own, _):
+        self.weights = list(own.values())
+        self.stand_ins = {name: p.detach().requires_grad_() for name, p in own.items()}
+        self.start = self.place = None
+
+    def note(self, output):
+        """The output with its place noted."""
+        if not _has_a_place(output):
+            return output
+        self.start, output = get_gradient_edge(output), Mark.apply(output)
+        self.place = get_gradient_edge(output)
         return output
+
+    def gradients(self, grad):
+        """The gradient of each of `weights`, in a tuple, from that of the output."""
+        asked = list(self.stand_ins.values())
+        found = torch.autograd.grad(
+            [self.start], asked, [grad], retain_graph=True, allow_unused=True
+        )
+        return [(g,) for g in found]
 
 
 class Product:
-    """One call of an nn.Linear: what went in, and the layer's own weights by name.
+    """One call of an nn.Linear, whose gradients are one product and one sum, and need no graph."""
 
-    Their gradients are one product and one sum, which need no graph.
-    """
+    start = None
 
-    def __init__(self, x, own):
-        self.x, self.own = x.detach(), own
-        self.version = x._version
+    def __init__(self, own, inputs):
+        self.names, self.weights = list(own), list(own.values())
+        self.stand_ins = {name: p.detach() for name, p in own.items()}
+        self.x = inputs[0].detach()
+        self.version = self.x._version
 
-    def __iter__(self):
-        return ((None, parameter) for parameter in self.own.values())
+    def note(self, output):
+        output = Mark.apply(output)
+        self.place = get_gradient_edge(output)
+        return output
 
     def gradients(self, grad):
-        """For each weight the two factors of its gradient, for a bias the gradient."""
+        """The gradient of each of `weights`: two factors for the matrix, one for the bias."""
         if self.x._version != self.version:
             raise RuntimeError(
                 f"what went into a Linear, {list(self.x.shape)}, has been changed in place since, "
                 "and the gradient of its weight needs it: use an operation that is not in place"
             )
-        rows, found = grad.reshape(-1, grad.shape[-1]), {}
-        if "weight" in self.own:
-            found[self.own["weight"]] = rows.T, self.x.reshape(-1, self.x.shape[-1])
-        if "bias" in self.own:
-            found[self.own["bias"]] = (rows.sum(0),)
-        return found
+        rows = grad.reshape(-1, grad.shape[-1])
+        of = {
+            "weight": lambda: (rows.T, self.x.reshape(-1, self.x.shape[-1])),
+            "bias": lambda: (rows.sum(0),),
+        }
+        return [of[name]() for name in self.names]
 
 
 class Watch:
@@ -141,43 +167,33 @@ class Mark(torch.autograd.Function):
         return gradient
 
 
-def mark(output, alone=False):
-    """The places before and after a new node at a layer's output: where the second half starts
-    (None if `alone`, it needs no graph), and where the first half reads the gradient, after hooks
-    that others put on the output."""
-    before = None if alone else get_gradient_edge(output)
-    output = Mark.apply(output)
-    return (before, get_gradient_edge(output)), output
-
-
 class Half:
-    """What the two halves of one backward need: `weights` of the stage, and for each call of a
-    layer the two places where its output came out (None if there is no such one place) and (alias,
-    parameter) for its own weights."""
+    """What the two halves of one backward need: `weights` of the stage, and its layers' calls."""
 
     def __init__(self, weights, calls):
-        self.late = [(place, aliases) for place, aliases in calls if place is not None]
-        early = [pair for place, aliases in calls if place is None for pair in aliases]
+        self.late = [call for call in calls if call.place is not None]
         # What the first half asks for itself, and the parameter that each belongs to.
-        self.direct = [(weight, weight) for weight in weights] + early
-        # What it finds: gradients of places with the aliases behind them, and of parameters.
+        self.direct = [(weight, weight) for weight in weights]
+        for call in calls:
+            if call.place is None:
+                self.direct += zip(call.stand_ins.values(), call.weights, strict=True)
+        # What it finds: calls with the gradients of their outputs, and those of parameters.
         self.found, self.sums = [], {}
 
     def inputs(self, outputs, gradients, inputs) -> list[torch.Tensor | None]:
         """The first half: the gradients of `inputs` from those of `outputs`."""
-        places = [after for (_, after), _ in self.late]
+        places = [call.place for call in self.late]
         found = torch.autograd.grad(
             outputs,
             [*inputs, *places, *(asked for asked, _ in self.direct)],
             gradients,
-            retain_graph=any(start for (start, _), _ in self.late),
+            retain_graph=any(call.start is not None for call in self.late),
             allow_unused=True,
         )
         of_inputs, rest = found[: len(inputs)], found[len(inputs) :]
         of_places, of_direct = rest[: len(places)], rest[len(places) :]
-        for ((start, _), aliases), grad in zip(self.late, of_places, strict=True):
-            if grad is not None:
-                self.found.append((start, grad, aliases))
+        pairs = zip(self.late, of_places, strict=True)
+        self.found = [(call, grad) for call, grad in pairs if grad is not None]
         for (_, parameter), grad in zip(self.direct, of_direct, strict=True):
             self.add(parameter, grad)
         self.late = self.direct = ()
@@ -185,11 +201,11 @@ class Half:
 
     def weight_gradients(self):
         """The second half: adds to the `.grad` of every weight, once, as a backward would."""
-        left = Counter(parameter for *_, aliases in self.found for _, parameter in aliases)
+        left = Counter(parameter for call, _ in self.found for parameter in call.weights)
         ready = {p: self.sums.pop(p) for p in self.sums.keys() - left.keys()}
         while self.found:
-            start, grad, aliases = self.found.pop()
-            for parameter, own in self.own_gradients(start, grad, aliases):
+            call, grad = self.found.pop()
+            for parameter, own in zip(call.weights, call.gradients(grad), strict=True):
                 left[parameter] -= 1
                 if len(own) == 2 and _takes(parameter, own[0]) and parameter not in self.sums:
                     # Product and sum in one, without memory for the product.
@@ -207,16 +223,6 @@ class Half:
             # Through the parameters' own nodes in the graph, all in one backward: calls their
             # hooks as any backward does.
             torch.autograd.backward(list(ready), list(ready.values()))
-
-    @staticmethod
-    def own_gradients(start, grad, aliases):
-        """For each weight of one call: the gradient, or the two factors of it."""
-        if isinstance(aliases, Product):
-            return aliases.gradients(grad).items()
-        own = torch.autograd.grad(
-            [start], [a for a, _ in aliases], [grad], retain_graph=True, allow_unused=True
-        )
-        return [(parameter, (g,)) for (_, parameter), g in zip(aliases, own, strict=True)]
 
     def add(self, parameter, grad):
         if grad is not None:

@@ -11,6 +11,8 @@ element (and a gradient that is -0.0 everywhere as 0.0): not a byte more is sent
 is read once more at either end.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from s2s_lib.ranks.connection import current
@@ -124,6 +126,26 @@ class Mail:
         size = irecv(torch.empty(1, dtype=torch.int64), source, *how).wait()
         said = irecv(torch.empty(int(size), dtype=torch.uint8), source, *how).wait()
         return Description.from_bytes(said.numpy().tobytes())
+
+
+def walk(steps, mail: Mail, here: dict, waiting) -> Iterator[Action]:
+    """A rank's program (program.py), action by action, with the messages around each.
+
+    Before an action is yielded, what it needs from other ranks is put into `here` (message ->
+    leaves and description), inside `waiting()`; what it leaves there for another rank is sent.
+    """
+    for step in steps:
+        for coming in step.ask:
+            mail.ask(*coming)
+        if step.take:
+            with waiting():
+                here[step.take[0]] = mail.take(*step.take)
+        for sent in step.settle:
+            mail.settle(sent)
+        yield step.action
+        if step.give:
+            mail.give(*step.give, *here.pop(step.give[0]))
+    mail.finish()
 
 
 def _or_nothing(gradient, shape):

@@ -31,17 +31,23 @@ from s2s_lib.strategies.grads import spread_over
 from s2s_lib.strategies.pipeline import values
 from s2s_lib.strategies.pipeline.accelerator import Accelerator
 from s2s_lib.strategies.pipeline.actions import Schedule
-from s2s_lib.strategies.pipeline.agree import agree_on_schedule, check_same_batch
+from s2s_lib.strategies.pipeline.agree import (
+    EVALUATE,
+    OUTPUT,
+    REFUSED,
+    STEP,
+    Beginning,
+    agree_on_schedule,
+    check_same_batch,
+)
 from s2s_lib.strategies.pipeline.batch import Batch
 from s2s_lib.strategies.pipeline.halves import Halves
-from s2s_lib.strategies.pipeline.mail import Mail
+from s2s_lib.strategies.pipeline.mail import Mail, walk
 from s2s_lib.strategies.pipeline.partition.stage import Stage
 from s2s_lib.strategies.pipeline.program import program
 from s2s_lib.strategies.pipeline.ties import Ties
 from s2s_lib.strategies.replicas import exchange
 
-# How a rank begins a batch.
-REFUSED, STEP, EVALUATE, OUTPUT = -1, 0, 1, 2
 # Of how many kinds of batch the shapes of the messages are kept.
 REMEMBERED = 64
 
@@ -88,17 +94,17 @@ class Pipeline(nn.Module):
         if len(modules) == schedule.stages:
             modules = [modules[number] for number in own]
         tied = found_tied(modules) if tied is None else list(tied)
-        stage = dict(zip(own, modules, strict=False))
-        agree_on_schedule(schedule, group, modules, stage, tied)
+        module_of = dict(zip(own, modules, strict=False))
+        agree_on_schedule(schedule, group, modules, module_of, tied)
         self.group, self.schedule = group, schedule
         self.loss_fn, self.count = loss_fn, count
-        self.stages, self.stage = nn.ModuleList(modules), stage
-        self.ties = Ties(tied, self.stage, group, schedule)
-        spread_over(self, group)
+        self.stages, self.module_of = nn.ModuleList(modules), module_of
+        self.ties = Ties(tied, module_of, group, schedule)
+        spread_over(self, group, self.ties.copies)
         self.training_program = program(schedule, group.rank) if schedule.trains else None
         self.forward_program = program(schedule.forward(), group.rank)
         split = {action.stage for action in schedule.ranks[group.rank] if action.kind == "I"}
-        self.halves = {number: Halves(self.stage[number]) for number in split}
+        self.halves = {number: Halves(self.module_of[number]) for number in split}
         self.accelerator = Accelerator(current().cluster)
         # What each rank said when a batch began -> descriptions of that batch's messages.
         self.known = {}
@@ -155,11 +161,11 @@ class Pipeline(nn.Module):
             )
         except Exception as error:
             # The others are told, or they would wait for this rank.
-            self.tell([REFUSED, 0, -1, 0, 0, -1, 0, 0, 0], error)
+            self.tell(Beginning(REFUSED), error)
             raise
         said = self.tell(mine)
         check_same_batch(said)
-        mail = Mail(self.group, self.known.get(said), failures=sum(row[-1] for row in said))
+        mail = Mail(self.group, self.known.get(said), failures=sum(mine.given_up for mine in said))
         try:
             batch = self.go(mode == STEP, mail, *given)
         except BaseException:
@@ -176,18 +182,9 @@ class Pipeline(nn.Module):
         self.accelerator.begin()
         batch = Batch(self, training, inputs, targets, shares)
         with self.ties.summed() if training else contextlib.nullcontext():
-            for step in self.training_program if training else self.forward_program:
-                for coming in step.ask:
-                    mail.ask(*coming)
-                if step.take:
-                    with self.accelerator.wait():
-                        batch.here[step.take[0]] = mail.take(*step.take)
-                for sent in step.settle:
-                    mail.settle(sent)
-                batch.act(step.action)
-                if step.give:
-                    mail.give(*step.give, *batch.here.pop(step.give[0]))
-            mail.finish()
+            steps = self.training_program if training else self.forward_program
+            for action in walk(steps, mail, batch.here, self.accelerator.wait):
+                batch.act(action)
         return batch
 
     def cut(self, mode, x, y):
@@ -197,11 +194,11 @@ class Pipeline(nn.Module):
         if mode == STEP and not torch.is_grad_enabled():
             raise ValueError("step under no_grad gives no gradients: call evaluate, or leave it")
         self.ties.check()
-        if 0 in self.stage:
+        if 0 in self.module_of:
             inputs = values.cut(x, self.schedule.microbatches, "x")
             if any(leaf.requires_grad for value in inputs for leaf in values.tensors(value)):
                 raise ValueError("x requires a gradient and would get none: give x.detach()")
-        if self.schedule.stages - 1 in self.stage and mode != OUTPUT:
+        if self.schedule.stages - 1 in self.module_of and mode != OUTPUT:
             if self.loss_fn is None:
                 raise ValueError("a loss needs Pipeline(stages, group, schedule, loss_fn)")
             targets = values.cut(y, self.schedule.microbatches, "y")
@@ -211,39 +208,37 @@ class Pipeline(nn.Module):
             shares = [count / sum(counts) for count in counts]
         return inputs, targets, shares
 
-    def summary(self, mode, inputs, targets, by_hand) -> list[int]:
-        """How this rank begins, for the others: what it does, a number for all that decides how
-        its messages look, of x and of y the number of rows, one for how they are cut and whether
-        the user cut them, and how often this rank has given up."""
+    def summary(self, mode, inputs, targets, by_hand) -> Beginning:
+        """How this rank begins, for the others; `by_hand`: whether the user cut x, and y."""
         flags = [
             (m.training, [(p.requires_grad, p.dtype) for p in m.parameters()]) for m in self.stages
         ]
         flags.append(torch.is_autocast_enabled("cpu"))
         shapes = [values.flatten(value, "x")[1] for value in inputs or ()]
         number = hash((str(flags), str(shapes))) & 0x7FFFFFFFFFFFFFFF
-        rows = [[values.rows(value) for value in given or ()] for given in (inputs, targets)]
-        marks = [
-            (sum(r), zlib.crc32(str(r).encode()), hand) if r else (-1, 0, 0)
-            for r, hand in zip(rows, by_hand, strict=True)
-        ]
-        return [mode, number, *marks[0], *marks[1], current().given_up]
+        cuts = []
+        for given, hand in zip((inputs, targets), by_hand, strict=True):
+            rows = [values.rows(value) for value in given or ()]
+            cuts += [sum(rows), zlib.crc32(str(rows).encode()), hand] if rows else [-1, 0, 0]
+        return Beginning(mode, number, *cuts, current().given_up)
 
-    def tell(self, mine: list[int], error: Exception | None = None) -> tuple:
-        """What every rank says, the same on all of them; RuntimeError with the words of a rank that
-        could not begin."""
+    def tell(self, mine: Beginning, error: Exception | None = None) -> tuple[Beginning, ...]:
+        """How every rank begins, the same on all of them; RuntimeError with the words of a rank
+        that could not."""
         said = all_gather(torch.tensor([mine]), self.group).tolist()
-        refused = [rank for rank, row in enumerate(said) if row[0] == REFUSED]
+        said = tuple(Beginning(*row) for row in said)
+        refused = [rank for rank, beginning in enumerate(said) if beginning.mode == REFUSED]
         if refused:
-            mine = b"" if error is None else f"{type(error).__name__}: {error}".encode()
-            words = exchange(mine, self.group)[refused[0]].decode()
+            words = b"" if error is None else f"{type(error).__name__}: {error}".encode()
+            told = exchange(words, self.group)[refused[0]].decode()
             if error is None:
-                raise RuntimeError(f"rank {refused[0]} could not begin: {words}")
-        return tuple(map(tuple, said))
+                raise RuntimeError(f"rank {refused[0]} could not begin: {told}")
+        return said
 
 
 def found_tied(modules) -> list[dict[int, str]]:
     """What `split` has noted on its stages, one of which may be inside a DDP or ZeRO."""
-    inner = [getattr(module, "module", module) for module in modules]
+    inner = [m if isinstance(m, Stage) else getattr(m, "module", None) for m in modules]
     return next((list(module.tied) for module in inner if isinstance(module, Stage)), [])
 
 

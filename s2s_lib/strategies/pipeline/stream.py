@@ -17,7 +17,7 @@ import torch
 from s2s_lib.collectives.functions import broadcast
 from s2s_lib.ranks.connection import current
 from s2s_lib.strategies.pipeline import schedule, values
-from s2s_lib.strategies.pipeline.mail import Mail
+from s2s_lib.strategies.pipeline.mail import Mail, walk
 from s2s_lib.strategies.pipeline.order import before
 from s2s_lib.strategies.pipeline.program import program
 from s2s_lib.strategies.pipeline.run import Pipeline
@@ -74,27 +74,19 @@ def stream(pipeline, prompts, tokens, pick, mail):
     rows = [prompt[None] for prompt in prompts]
     chosen = [[] for _ in prompts]
     here = {}
-    for step in program(order, group.rank):
-        if step.take:
-            with pipeline.accelerator.wait():
-                here[step.take[0]] = mail.take(*step.take)
-        for sent in step.settle:
-            mail.settle(sent)
-        needed, request = before(step.action, order), step.action.micro % len(prompts)
+    for action in walk(program(order, group.rank), mail, here, pipeline.accelerator.wait):
+        needed, request = before(action, order), action.micro % len(prompts)
         value = values.build(*here.pop(needed)) if needed else None
         if first:
             if value is not None:
                 rows[request] = torch.cat([rows[request], value], dim=1)
             value = rows[request]
-        with pipeline.accelerator.pace(step.action):
+        with pipeline.accelerator.pace(action):
             value = pipeline.stages[0](value)
         if last:
             value = pick(value[:, -1])[:, None].to(rows[request].dtype)
             chosen[request].append(value)
-        here[step.action] = values.flatten(value, f"stage {group.rank}")
-        if step.give:
-            mail.give(*step.give, *here.pop(step.give[0]))
-    mail.finish()
+        here[action] = values.flatten(value, f"stage {group.rank}")
     result = torch.zeros(len(prompts), tokens, dtype=rows[0].dtype)
     if last:
         result = torch.cat([torch.cat(row, dim=1) for row in chosen])

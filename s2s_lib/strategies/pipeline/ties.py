@@ -10,14 +10,14 @@ import contextlib
 import torch
 
 from s2s_lib.collectives.functions import all_reduce
-from s2s_lib.strategies.grads import counted_elsewhere, is_cut
+from s2s_lib.strategies.grads import is_cut
 from s2s_lib.strategies.replicas import copy_from
 
 
-def describe(tied, stage, schedule) -> list:
+def describe(tied, module_of, schedule) -> list:
     """Of each tied weight the copies on this rank: [shape, dtype, trained] by number of the stage.
 
-    `tied[i]` gives, for each stage that has weight i, its name there; `stage` is this rank's
+    `tied[i]` gives, for each stage that has weight i, its name there; `module_of` this rank's
     modules by number. ValueError for stages and names that do not exist.
     """
     found = []
@@ -29,8 +29,8 @@ def describe(tied, stage, schedule) -> list:
                 f"{schedule.stages - 1}"
             )
         copies = {}
-        for number in sorted(set(names) & set(stage)):
-            weight = weight_of(stage[number], names[number], number)
+        for number in sorted(set(names) & set(module_of)):
+            weight = weight_of(module_of[number], names[number], number)
             if is_cut(weight):
                 raise ValueError(
                     f"tied: {names[number]!r} of stage {number} is in a ZeRO, which cuts it in "
@@ -58,26 +58,24 @@ class Ties:
     adds an all_reduce of each weight's gradient over the ranks that have it.
     """
 
-    def __init__(self, tied, stage, group, schedule):
+    def __init__(self, tied, module_of, group, schedule):
         self.own, self.names = [], []
+        # Those that count in the norm on another rank, or as another tensor here.
+        self.copies = []
         for names in tied:
             ranks = sorted({schedule.rank_of[number] for number in names})
             first = schedule.rank_of[min(names)]
             holders = group.subgroup(ranks)
             if holders is None:
                 continue
+            numbers = sorted(set(names) & set(module_of))
+            weights = [weight_of(module_of[number], names[number], number) for number in numbers]
             # A rank with two of the stages may have one tensor in both.
-            copies = {
-                id(weight): (names[number], weight)
-                for number in sorted(set(names) & set(stage))
-                for weight in [weight_of(stage[number], names[number], number)]
-            }
-            weights = [weight for _, weight in copies.values()]
+            weights = list({id(weight): weight for weight in weights}.values())
             copy_from(weights[:1], holders, ranks.index(first))
             for other in weights[1:]:
                 other.data.copy_(weights[0].data)
-            for weight in weights[group.rank == first :]:
-                counted_elsewhere(weight)
+            self.copies += weights[group.rank == first :]
             self.own.append((weights, holders, group.rank == first))
             self.names.append(names)
         self.trained = [weights[0].requires_grad for weights, *_ in self.own]
