@@ -17,6 +17,7 @@ from s2s_lib import (
     Timelines,
     all_reduce,
     background,
+    barrier,
     bill,
     broadcast,
     launch,
@@ -97,6 +98,7 @@ def test_headers_of_emulated_links_are_not_on_the_bill():
 
 
 def late_sender(world):
+    barrier(world)
     with timeline() as line:
         if world.rank == 0:
             with line.section("thinking"):
@@ -111,8 +113,11 @@ def late_sender(world):
 
 def test_a_timeline_tells_computing_from_waiting():
     sender, receiver = launch(late_sender, ranks=2)
-    assert receiver.seconds("waiting") > 0.15 > 0.05 > sender.seconds("waiting")
-    assert sender.seconds("compute") > 0.19 and receiver.seconds("compute") > 0.09
+    waited = next(span for span in receiver.spans() if span.kind == "waiting")
+    thought = next(span for span in sender.spans() if span.name == "thinking")
+    assert waited.start < thought.end <= waited.end
+    assert receiver.seconds("waiting") > sender.seconds("waiting")
+    assert sender.seconds("compute") >= 0.2 and receiver.seconds("compute") >= 0.1
     for line in (sender, receiver):
         spans = line.spans()
         assert all(a.end <= b.start for a, b in zip(spans, spans[1:], strict=False))
@@ -148,7 +153,7 @@ def test_background_work_is_a_track_of_its_own_and_waiting_for_it_is_waiting():
     for line in launch(work, ranks=2, cluster=cluster):
         assert line.tracks() == [0, 1]
         assert {span.name for span in line.spans(1)} == {"all_reduce"}
-        assert line.seconds("communication", track=1) > 0.3 > line.seconds("waiting", track=1)
+        assert line.seconds("communication", track=1) > max(0.3, line.seconds("waiting", track=1))
         assert line.seconds("waiting") > 0.7 * (line.end - line.start)
 
 
