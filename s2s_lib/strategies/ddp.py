@@ -25,6 +25,7 @@ from s2s_lib.ranks.connection import mark
 from s2s_lib.ranks.group import Group
 from s2s_lib.strategies.backward import Backward, tensors_in, weakly
 from s2s_lib.strategies.bucket import Bucket
+from s2s_lib.strategies.grads import refuse_cut_over
 from s2s_lib.strategies.replicas import check_same, claim, copy_from, copy_state, refuse_claimed
 
 # The DDPs that the backward under way has reached, in that order. They share one thread for their
@@ -76,6 +77,7 @@ class DDP(nn.Module):
             if p.requires_grad and id(p) not in inside
         ]
         refuse_claimed(mine)
+        refuse_cut_over(mine, group)
         self.module = module
         self.group = group
         self.overlap = overlap

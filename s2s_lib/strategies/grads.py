@@ -18,20 +18,37 @@ from torch.utils.weak import WeakIdKeyDictionary
 from s2s_lib.collectives.functions import all_reduce
 from s2s_lib.ranks.group import Group
 
-# Parameter -> the group over which its gradient is cut into shards.
+# Parameter -> the groups over which its gradient is cut into shards, first cut first.
 _cut_over = WeakIdKeyDictionary()
 # Module -> the group whose ranks each have other layers of one model, and copies that do not count.
 _spread_over = WeakIdKeyDictionary()
 
 
 def cut_over(parameter: torch.nn.Parameter, group: Group):
-    """Say that each rank of `group` holds a different part of this parameter and its gradient."""
-    _cut_over[parameter] = group
+    """Say that each rank of `group` holds a different part of this parameter and its gradient.
+
+    What a rank has so far is what is cut: by tensor parallelism first, and a part of that by ZeRO.
+    """
+    _cut_over[parameter] = (*_cut_over.get(parameter, ()), group)
 
 
 def is_cut(parameter: torch.nn.Parameter) -> bool:
     """Whether ranks hold different parts of this parameter and its gradient."""
     return parameter in _cut_over
+
+
+def refuse_cut_over(named, group: Group):
+    """ValueError, with its name, for a parameter of which other ranks of this group have other
+    parts: to be averaged over the group, all would have to hold the same."""
+    for name, parameter in named:
+        for cut in _cut_over.get(parameter, ()):
+            both = [rank for rank in group.ranks if rank in cut.ranks]
+            if len(both) > 1:
+                raise ValueError(
+                    f"{name} is cut over ranks {list(cut.ranks)}, and ranks {both} of this group "
+                    "hold different parts of it: average over ranks that hold the same part, say "
+                    'the "dp" axis of a Mesh(world, dp=..., tp=...)'
+                )
 
 
 def spread_over(module: torch.nn.Module, group: Group, copies: list[torch.nn.Parameter]):
@@ -58,22 +75,20 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 
     worst = math.isinf(norm_type)
     spread = [_spread_over[module] for module in model.modules() if module in _spread_over]
     copies = set().union(*(copies for _, copies in spread))
-    groups, totals = {}, {}
+    totals = {}
     for parameter in model.parameters():
         if id(parameter) in copies:
             continue
-        group = _cut_over.get(parameter)
+        groups = _cut_over.get(parameter, ())
         if parameter.requires_grad or parameter.grad is not None:
-            key = group and group.ranks
-            groups[key] = group
-            terms = totals.setdefault(key, [torch.zeros((), dtype=torch.float64)])
+            terms = totals.setdefault(groups, [torch.zeros((), dtype=torch.float64)])
             if parameter.grad is not None and parameter.grad.numel():
                 terms.append(power(parameter.grad, norm_type))
     whole = torch.zeros((), dtype=torch.float64)
-    for key, terms in totals.items():
+    for groups, terms in totals.items():
         total = torch.stack(terms).max() if worst else torch.stack(terms).sum()
-        if groups[key] is not None:
-            total = all_reduce(total, groups[key], "max" if worst else "sum")
+        for group in groups:
+            total = all_reduce(total, group, "max" if worst else "sum")
         whole = torch.maximum(whole, total) if worst else whole + total
     for group, _ in spread:
         whole = all_reduce(whole, group, "max" if worst else "sum")

@@ -1,9 +1,10 @@
-"""What ZeRO can be asked for, and that all ranks ask for the same."""
+"""What ZeRO can be asked for, and that all ranks ask a strategy for the same."""
 
 import torch
 from torch import nn
 
 from s2s_lib.ranks.group import Group, check_group
+from s2s_lib.strategies.grads import refuse_cut_over
 from s2s_lib.strategies.replicas import check_same, check_tiles, exchange, refuse_claimed
 
 
@@ -30,6 +31,8 @@ def check_options(module, group, replicate, stage, param_dtype, sync_every):
     if param_dtype not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"param_dtype={param_dtype!r}: torch.bfloat16, torch.float16 or None")
     refuse_claimed(module.named_parameters())
+    for averaged_over in filter(None, (group, replicate)):
+        refuse_cut_over(module.named_parameters(), averaged_over)
 
 
 def check_ranks(module, group: Group, replicate: Group | None, options: dict):
@@ -43,7 +46,7 @@ def check_ranks(module, group: Group, replicate: Group | None, options: dict):
         check_same(module, replicate)
 
 
-def check_options_same(options, group):
+def check_options_same(options, group, strategy="ZeRO"):
     """ValueError on all ranks of the group, naming the first option that differs."""
     mine = [f"{name}={value}" for name, value in options.items()]
     said = [text.decode().splitlines() for text in exchange("\n".join(mine).encode(), group)]
@@ -51,6 +54,6 @@ def check_options_same(options, group):
         for first, other in zip(said[0], theirs, strict=True):
             if first != other:
                 raise ValueError(
-                    f"the ranks give ZeRO different options: {first} on rank 0 and {other} on rank "
-                    f"{rank} of group {list(group.ranks)}"
+                    f"the ranks give {strategy} different options: {first} on rank 0 and {other} "
+                    f"on rank {rank} of group {list(group.ranks)}"
                 )

@@ -33,10 +33,11 @@ from s2s_lib.ranks.group import Group
 from s2s_lib.strategies import state
 from s2s_lib.strategies.backward import Backward, tensors_in, weakly
 from s2s_lib.strategies.grads import cut_over
+from s2s_lib.strategies.materialise import materialise
 from s2s_lib.strategies.options import check_options, check_ranks
 from s2s_lib.strategies.replicas import claim, copy_from
 from s2s_lib.strategies.steps import watch_steps
-from s2s_lib.strategies.unit import make_units, materialise
+from s2s_lib.strategies.unit import make_units
 
 # On which background thread: two, so that a gather never waits for a reduction.
 REDUCING, GATHERING = 0, 1

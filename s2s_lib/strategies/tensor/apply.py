@@ -1,0 +1,163 @@
+"""Tensor parallelism: layers cut over the ranks, applied to an untouched module by a plan.
+
+    who holds what    of each layer in the plan 1/W of the weights, their gradients and optimizer
+                      state; all other parameters whole, on every rank
+    who sends what    activations, in every layer: with b rows of s tokens of h numbers, a block of
+                      attention and MLP sends 8 b s h (W-1)/W numbers a rank and micro-batch
+
+All ranks of the group work on the same batch and compute the same loss.
+"""
+
+from torch import nn
+
+from s2s_lib.ranks.group import Group, check_group
+from s2s_lib.strategies.grads import is_cut
+from s2s_lib.strategies.materialise import materialise
+from s2s_lib.strategies.options import check_options_same
+from s2s_lib.strategies.replicas import check_same, copy_from, refuse_claimed
+from s2s_lib.strategies.tensor.draws import Draws, Undrawn, drops
+from s2s_lib.strategies.tensor.inside import Place
+from s2s_lib.strategies.tensor.layers import (
+    ColumnParallelLinear,
+    Parallel,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    become,
+    block_sizes,
+)
+from s2s_lib.strategies.tensor.plan import Column, Row, check_plan, match
+from s2s_lib.strategies.tensor.region import SEQUENCE_DIM, Entrance
+
+
+def tensor_parallel(
+    module: nn.Module,
+    group: Group,
+    plan: dict,
+    sequence_parallel: bool = False,
+    regather: bool = False,
+) -> nn.Module:
+    """The module itself, its layers cut over `group` as `plan` says (plan.py): names with `*`, and
+    "column", "row", "vocab" or a `Column`, `Row`, `Vocab`.
+
+    Parameters keep their names and stay the same objects, with this rank's part as data, cut from
+    the whole weights of the group's first rank: an all_gather of 8 bytes a rank, and W-1 times the
+    module's bytes. What is on the meta device is drawn layer by layer as construction draws it, and
+    cut before the next: no rank holds the whole. The result does not depend on W.
+
+    Forward and backward send, from each rank, for an input of b s h numbers: 2(W-1)/W of them for
+    each row layer forward, and backward for each module whose column layers share an input; for an
+    embedding forward as much; `vocab_parallel_cross_entropy` says what the loss sends. In training,
+    if the module drops, W-1 messages of 8 bytes a forward.
+
+    `sequence_parallel`: between a row layer and the next column layer tensors are [b, s/W, h]; the
+    same bytes in other operations, and an all_reduce of the gradient of each parameter that is not
+    cut. Embeddings give, and norms see, this rank's part of the tokens; so does whoever gets the
+    module's output, unless a column layer is last. `regather` then keeps only s/W of a column
+    layer's input for backward, and sends (W-1)/W of b s h once more for each module with column
+    layers.
+
+    Gradients are final when `backward()` returns. `clip_grad_norm_` knows what is cut. For data
+    parallelism besides, wrap the result in DDP or ZeRO over the group of the ranks with the same
+    part (`Mesh`). Layers are called, not read: a weight that a module reads without calling its
+    layer is a part, and what it computes from that is wrong.
+
+    ValueError, and nothing is changed: a pattern that matches nothing, a layer that two match, what
+    is no Linear or Embedding or has a forward of its own, sizes that do not divide, weights shared
+    with a layer that is cut otherwise, ranks that disagree. (Shoeybi et al., arXiv:1909.08053;
+    Korthikanti et al., arXiv:2205.05198.)
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"tensor_parallel takes a torch.nn.Module, got {module!r}")
+    check_group(group)
+    if regather and not sequence_parallel:
+        raise ValueError("regather=True gathers what sequence_parallel cuts: give both, or neither")
+    styles = match(module, plan)
+    check_plan(module, styles, group.size)
+    refuse_claimed(module.named_parameters())
+    options = {"plan": styles, "sequence_parallel": sequence_parallel, "regather": regather}
+    check_same(module, group)
+    check_options_same(options, group, "tensor_parallel")
+    sharing = sharers(module, styles)
+    cut_up(module, group, styles, sequence_parallel)
+    for layers in sharing:
+        entrance = Entrance(layers, group, sequence_parallel, regather)
+        for layer in layers:
+            layer.entrance = entrance
+    follow(module, group, styles, sequence_parallel)
+    return module
+
+
+def sharers(module, styles):
+    """The column layers that may get one tensor: those of one module, with as many inputs."""
+    alike = {}
+    for name in styles:
+        layer = module.get_submodule(name)
+        if isinstance(layer, nn.Linear) and not isinstance(styles[name], Row):
+            parent = name.rpartition(".")[0]
+            in_a_row = isinstance(module.get_submodule(parent), (nn.Sequential, nn.ModuleList))
+            key = name if in_a_row else (parent, layer.in_features)
+            alike.setdefault(key, []).append(layer)
+    return list(alike.values())
+
+
+def cut_up(module, group, styles, sequence):
+    """Draw what is on the meta device, take the first rank's values and cut, layer by layer."""
+    style_of = {module.get_submodule(name): style for name, style in styles.items()}
+    copied = set()
+    for part in list(module.modules()):
+        materialise(part, module)
+        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        copy_from([tensor for tensor in own if id(tensor) not in copied], group)
+        copied |= set(map(id, own))
+        if part in style_of:
+            make_parallel(part, group, style_of[part], sequence)
+
+
+def make_parallel(layer, group, style, sequence):
+    if isinstance(style, Row):
+        become(layer, RowParallelLinear)
+        layer.split(group, sequence)
+    elif isinstance(layer, nn.Embedding):
+        become(layer, VocabParallelEmbedding)
+        layer.split(group, sequence)
+    else:
+        blocks = block_sizes(layer.out_features, style.blocks if isinstance(style, Column) else 1)
+        become(layer, ColumnParallelLinear)
+        layer.split(group, blocks, style.gather)
+
+
+def follow(module, group, styles, sequence):
+    """Hooks around the forward: see inside.py and draws.py."""
+    layers = [module.get_submodule(name) for name in styles]
+    columns = [m for m in layers if isinstance(m, ColumnParallelLinear) and not m.gather]
+    rows = [m for m in layers if isinstance(m, RowParallelLinear)]
+    dropping = drops(module)
+    place = Place(group, sequence, Draws(group, sequence) if dropping else None)
+    place.watch(module, columns, rows)
+    place.sum_gradients(module.named_modules(), is_cut)
+    if not dropping:
+        undrawn = Undrawn()
+        module.register_forward_pre_hook(undrawn.begin)
+        module.register_forward_hook(undrawn.end)
+    if sequence:
+        for part in module.modules():
+            if isinstance(part, nn.Embedding) and not isinstance(part, Parallel):
+                part.register_forward_hook(OwnTokens(group))
+
+
+class OwnTokens:
+    """A hook of an embedding that is not cut: leaves this rank's part of the sequence."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def __call__(self, layer, _, rows):
+        tokens = rows.shape[SEQUENCE_DIM]
+        if tokens % self.group.size:
+            raise ValueError(
+                f"a sequence of {tokens} does not cut into {self.group.size} equal parts: with "
+                "sequence_parallel give rows of tokens whose length is a multiple of "
+                f"{self.group.size}"
+            )
+        own = tokens // self.group.size
+        return rows.narrow(SEQUENCE_DIM, own * self.group.rank, own)

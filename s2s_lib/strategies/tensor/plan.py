@@ -1,0 +1,168 @@
+"""Which layers of a module are cut, and how: names with stars, and a style for each.
+
+    {"embed": "vocab", "blocks.*.attn.[qkv]": "column", "blocks.*.attn.o": "row", "head": "vocab"}
+
+A pattern matches whole names, part by part between the dots: `*` stands for any one part.
+"""
+
+import difflib
+import fnmatch
+from dataclasses import dataclass
+
+from torch import nn
+
+from s2s_lib.strategies.grads import is_cut
+from s2s_lib.strategies.tensor.layers import block_sizes, check_even, check_vocabulary
+
+
+@dataclass(frozen=True)
+class Column:
+    """An nn.Linear cut by its outputs, which stay cut unless `gather`.
+
+    `blocks`: the number of equal parts of a fused layer (gate and up: 2), or their sizes (q, k and
+    v: three numbers); each is cut by itself. `head_dim`: how many outputs stay together; None takes
+    it from the `head_dim` of the module that holds the layer, if that has one, and else 1.
+    """
+
+    blocks: int | tuple[int, ...] = 1
+    gather: bool = False
+    head_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """An nn.Linear cut by its inputs, which a column-parallel layer gives."""
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """An nn.Embedding cut by its rows, or the nn.Linear that gives logits, cut by its outputs; the
+    vocabulary need not divide by the number of ranks. The logits stay cut unless `gather`."""
+
+    gather: bool = False
+
+
+STYLES = {"column": Column(), "row": Row(), "vocab": Vocab()}
+
+
+def match(module: nn.Module, plan: dict) -> dict[str, Column | Row | Vocab]:
+    """The name of each layer to cut and its style, in the module's order.
+
+    ValueError for a pattern that matches nothing, a layer that two match, and a style that is none.
+    """
+    if not isinstance(plan, dict) or not plan:
+        raise ValueError(f"a plan is a dictionary of names and styles, got {plan!r}")
+    names = [name for name, _ in module.named_modules() if name]
+    found, by = {}, {}
+    for pattern, style in plan.items():
+        matched = [name for name in names if matches(name, pattern)]
+        if not matched:
+            near = difflib.get_close_matches(str(pattern), names, n=1, cutoff=0.5)
+            raise ValueError(
+                f"{pattern!r} in the plan matches no layer"
+                + (f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(names)}")
+            )
+        for name in matched:
+            if name in found:
+                raise ValueError(
+                    f"{name} is matched twice in the plan, by {by[name]!r} and {pattern!r}: give "
+                    "each layer one style"
+                )
+            found[name], by[name] = style_of(pattern, style), pattern
+    return {name: found[name] for name in names if name in found}
+
+
+def matches(name, pattern):
+    parts, patterns = name.split("."), str(pattern).split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def style_of(pattern, style):
+    if isinstance(style, (Column, Row, Vocab)):
+        return style
+    if not isinstance(style, str) or style not in STYLES:
+        raise ValueError(
+            f"{pattern!r} in the plan has the style {style!r}: give one of {', '.join(STYLES)}, or "
+            "a Column(blocks=, gather=, head_dim=), Row() or Vocab(gather=)"
+        )
+    return STYLES[style]
+
+
+def check_plan(module: nn.Module, styles: dict, ranks: int):
+    """ValueError, naming the layer, for what cannot be cut so over this many ranks."""
+    for name, style in styles.items():
+        try:
+            check_layer(module, name, style, ranks)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    check_shared(module, styles)
+    check_owners(module, styles)
+
+
+def check_layer(module, name, style, ranks):
+    layer, parent = module.get_submodule(name), module.get_submodule(parent_of(name))
+    kinds = (nn.Linear, nn.Embedding) if isinstance(style, Vocab) else (nn.Linear,)
+    what = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
+    if not isinstance(layer, kinds):
+        raise ValueError(f"{type(style).__name__} cuts an {what}, not a {type(layer).__name__}")
+    if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
+        raise ValueError(
+            f"{type(layer).__name__} is an nn.Linear with a forward of its own, which would be lost"
+        )
+    if isinstance(parent, nn.MultiheadAttention):
+        raise ValueError(
+            "nn.MultiheadAttention reads its layers' weights and never calls them: use an "
+            "attention whose q, k, v and o are layers that it calls"
+        )
+    if isinstance(layer, nn.Embedding):
+        if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
+            raise ValueError("an embedding with max_norm, scale_grad_by_freq or sparse is not cut")
+        check_vocabulary(layer.num_embeddings, ranks)
+    elif isinstance(style, Vocab):
+        check_vocabulary(layer.out_features, ranks)
+    elif isinstance(style, Row):
+        check_even((layer.in_features,), ranks, "inputs", head_dim(parent))
+    else:
+        unit = style.head_dim or head_dim(parent)
+        check_even(block_sizes(layer.out_features, style.blocks), ranks, "outputs", unit)
+    for parameter in layer.parameters():
+        if is_cut(parameter):
+            raise ValueError("it is cut already, by tensor_parallel or ZeRO: cut a layer once")
+
+
+def head_dim(parent):
+    number = getattr(parent, "head_dim", None)
+    return number if type(number) is int and number > 0 else 1
+
+
+def check_shared(module, styles):
+    """A parameter that several layers share must be cut alike in each."""
+    holders = {}
+    for name, layer in module.named_modules():
+        for parameter in layer.parameters(recurse=False):
+            holders.setdefault(parameter, []).append(name)
+    for names in holders.values():
+        kinds = {type(styles.get(name)).__name__ if name in styles else "uncut" for name in names}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{' and '.join(names)} share a weight, and the plan has "
+                f"{', '.join(f'{n}: {type(styles[n]).__name__}' for n in names if n in styles)}: "
+                "give all of them the same style"
+            )
+
+
+def check_owners(module, styles):
+    """A parameter of a module between its own layers may be used on what is cut: nobody can see."""
+    for name in styles:
+        parent = module.get_submodule(parent_of(name))
+        own = [key for key, _ in parent.named_parameters(recurse=False)]
+        if own and isinstance(styles[name], Column) and not styles[name].gather:
+            raise ValueError(
+                f"{parent_of(name) or 'the module'} ({type(parent).__name__}) has {own[0]} beside "
+                f"the column-parallel {name}, and it cannot be seen whether it is used on whole or "
+                "on cut tensors: put it into a module of its own, which the other calls"
+            )
+
+
+def parent_of(name):
+    return name.rpartition(".")[0]

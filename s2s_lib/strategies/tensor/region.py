@@ -1,0 +1,156 @@
+"""Where a tensor enters the column-parallel layers that share it.
+
+q, k and v read the same input, gate and up another. Each layer gives it a partial gradient, and
+the sum over ranks is owed once for all of them, not once a layer. So layers of one module that are
+called with the very same tensor share one `Enter` in autograd's graph:
+
+    x ---- Enter ---- x' ----> Product of q, of k, of v
+
+Backward. Each Product hands back its term of the gradient of x', which is on the way of others, and
+leaves the gradient of its output with the region. When all terms are added up, Enter starts their
+sum over the ranks on a second thread, and computes the gradients of the weights meanwhile: those
+nobody waits for. The weights are inputs of Enter, so autograd takes their gradients from there as
+from anywhere: hooks, accumulation and torch.autograd.grad work as ever.
+
+With sequence parallel x is this rank's part of the sequence, entering gathers it, and the sum over
+ranks is a reduce_scatter. The gathered tensor is kept for the gradients of the weights, or with
+`regather` only this rank's part, and gathered again: (W-1)/W of it sent once more (arXiv:2205.05198
+section 4.2.2).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from s2s_lib.collectives.background import background
+from s2s_lib.collectives.functions import all_reduce
+from s2s_lib.strategies.tensor.pairs import gathered, scattered_sum
+
+# Threads 0 and 1 carry gradients and weights of data parallelism, which may be long.
+LANE = 2
+SEQUENCE_DIM = -2
+
+
+class Region:
+    """What the layers that share one input know of each other in backward: the gradients of their
+    outputs, by layer, until their weights' gradients are computed."""
+
+    def __init__(self, group, sequence, regather):
+        self.group, self.sequence, self.regather = group, sequence, regather
+        self.grads = {}
+        # Whether what entered has a gradient of its own.
+        self.leads_on = True
+
+    def enter(self, x):
+        return gathered(x, self.group, SEQUENCE_DIM) if self.sequence else x.view_as(x)
+
+    def total(self, grad):
+        """The sum over ranks of a gradient of what entered, as the gradient of what was given."""
+        if self.sequence:
+            return scattered_sum(grad, self.group, SEQUENCE_DIM)
+        return all_reduce(grad, self.group)
+
+
+class Enter(torch.autograd.Function):
+    """forward: identity (all_gather)    backward: all_reduce (reduce_scatter), and weights"""
+
+    @staticmethod
+    def forward(ctx, x, region, *weights):
+        whole = region.enter(x)
+        ctx.region = region
+        region.leads_on = ctx.needs_input_grad[0]
+        if any(ctx.needs_input_grad[2:]):
+            ctx.save_for_backward(x if region.regather or not region.sequence else whole)
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        region, task = ctx.region, None
+        if ctx.needs_input_grad[0]:
+            task = background(region.total, grad, lane=LANE)
+        weights = [None] * (len(ctx.needs_input_grad) - 2)
+        grads, region.grads = region.grads, {}
+        if any(ctx.needs_input_grad[2:]) and grads:
+            (x,) = ctx.saved_tensors
+            x = rows(region.enter(x) if region.regather else x)
+            for i, of_output in grads.items():
+                weights[i] = rows(of_output).T @ x
+        return task and task.wait(), None, *weights
+
+
+class Product(torch.autograd.Function):
+    """forward: x @ weight.T + bias    backward: of x and the bias; Enter has the weight's"""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, region, number):
+        ctx.region, ctx.number = region, number
+        ctx.save_for_backward(weight)
+        ctx.shape = x.shape
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        # Under autocast the product was narrower than its factors.
+        grad = grad.to(weight.dtype)
+        if ctx.number is not None:
+            ctx.region.grads[ctx.number] = grad
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            # Nothing is not enough: autograd then would not call Enter.
+            of_x = grad @ weight if ctx.region.leads_on else grad.new_zeros(()).expand(ctx.shape)
+        of_bias = rows(grad).sum(0) if ctx.needs_input_grad[2] else None
+        return of_x, None, of_bias, None, None
+
+
+class Entrance:
+    """The way into `layers` of one module, column-parallel over `group`.
+
+    A tensor is entered when the first of them is called with it, and forgotten when the last was.
+    """
+
+    def __init__(self, layers, group, sequence=False, regather=False):
+        self.layers = list(layers)
+        self.settings = group, sequence, regather
+        self.forget()
+
+    def forget(self):
+        self.source = self.version = self.entered = self.region = None
+        self.waiting = set()
+
+    def product(self, layer, x):
+        """x @ layer.weight.T + layer.bias, on this rank's part of the outputs."""
+        number = self.layers.index(layer)
+        if not (self.source is x and self.version == version(x) and number in self.waiting):
+            self.enter(x)
+        entered, region = self.entered, self.region
+        self.waiting.discard(number)
+        if not self.waiting:
+            self.forget()
+        left = number if layer.weight.requires_grad else None
+        return Product.apply(entered, layer.weight.detach(), layer.bias, region, left)
+
+    def enter(self, x):
+        self.source, self.version = x, version(x)
+        self.region = Region(*self.settings)
+        self.entered = Enter.apply(x, self.region, *(layer.weight for layer in self.layers))
+        self.waiting = set(range(len(self.layers)))
+
+    def __getstate__(self):
+        # A copy has entered nothing.
+        return {"layers": self.layers, "settings": self.settings}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.forget()
+
+
+def version(x):
+    """What tells the same tensor after a change in place, and with and without gradients, apart."""
+    return None if x.is_inference() else x._version, torch.is_grad_enabled()
+
+
+def rows(x):
+    return x.reshape(-1, x.shape[-1])
