@@ -1,8 +1,8 @@
-"""`python -m benchmarks [starts] [collectives] [steps] [links] [zero] [pipeline]`, or all six."""
+"""`python -m benchmarks [PART ...]`, all parts without one; PARTS below names them."""
 
 import sys
 
-from benchmarks import collectives, links, pipeline, report, starts, steps, zero
+from benchmarks import collectives, links, pipeline, report, starts, steps, tensor, zero
 
 PARTS = {
     "starts": starts,
@@ -11,6 +11,7 @@ PARTS = {
     "links": links,
     "zero": zero,
     "pipeline": pipeline,
+    "tensor": tensor,
 }
 
 

@@ -6,11 +6,11 @@ called with the very same tensor share one `Enter` in autograd's graph:
 
     x ---- Enter ---- x' ----> Product of q, of k, of v
 
-Backward. Each Product hands back its term of the gradient of x', which is on the way of others, and
-leaves the gradient of its output with the region. When all terms are added up, Enter starts their
-sum over the ranks on a second thread, and computes the gradients of the weights meanwhile: those
-nobody waits for. The weights are inputs of Enter, so autograd takes their gradients from there as
-from anywhere: hooks, accumulation and torch.autograd.grad work as ever.
+Backward. Each Product leaves the gradient of its output with the region. When all have, Enter's
+turn comes: it computes the gradient of x', which others wait for, starts its sum over the ranks on
+a second thread, and computes the gradients of the weights meanwhile. The weights are inputs of
+Enter, so autograd takes their gradients from there as from anywhere: hooks, accumulation and
+torch.autograd.grad work as ever.
 
 With sequence parallel x is this rank's part of the sequence, entering gathers it, and the sum over
 ranks is a reduce_scatter. The gathered tensor is kept for the gradients of the weights, or with
@@ -33,13 +33,11 @@ SEQUENCE_DIM = -2
 
 class Region:
     """What the layers that share one input know of each other in backward: the gradients of their
-    outputs, by layer, until their weights' gradients are computed."""
+    outputs, by layer, until Enter has used them."""
 
     def __init__(self, group, sequence, regather):
         self.group, self.sequence, self.regather = group, sequence, regather
         self.grads = {}
-        # Whether what entered has a gradient of its own.
-        self.leads_on = True
 
     def enter(self, x):
         return gathered(x, self.group, SEQUENCE_DIM) if self.sequence else x.view_as(x)
@@ -57,52 +55,46 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, region, *weights):
         whole = region.enter(x)
-        ctx.region = region
-        region.leads_on = ctx.needs_input_grad[0]
-        if any(ctx.needs_input_grad[2:]):
-            ctx.save_for_backward(x if region.regather or not region.sequence else whole)
+        ctx.region, ctx.shape = region, whole.shape
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if region.regather or not region.sequence else whole, *weights)
         return whole
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        region, task = ctx.region, None
-        if ctx.needs_input_grad[0]:
-            task = background(region.total, grad, lane=LANE)
-        weights = [None] * (len(ctx.needs_input_grad) - 2)
+    def backward(ctx, _):
+        x, *weights = ctx.saved_tensors
+        region = ctx.region
         grads, region.grads = region.grads, {}
-        if any(ctx.needs_input_grad[2:]) and grads:
-            (x,) = ctx.saved_tensors
+        wanted, _, *trained = ctx.needs_input_grad
+        task = None
+        if wanted and grads:
+            of_x = sum_of_products([(grad, weights[i]) for i, grad in grads.items()])
+            task = background(region.total, of_x.view(ctx.shape), lane=LANE)
+        if any(trained):
             x = rows(region.enter(x) if region.regather else x)
-            for i, of_output in grads.items():
-                weights[i] = rows(of_output).T @ x
-        return task and task.wait(), None, *weights
+        of_weights = [None] * len(weights)
+        for i, grad in grads.items():
+            if trained[i]:
+                of_weights[i] = grad.T @ x
+        return task and task.wait(), None, *of_weights
 
 
 class Product(torch.autograd.Function):
-    """forward: x @ weight.T + bias    backward: of x and the bias; Enter has the weight's"""
+    """forward: x @ weight.T + bias    backward: of the bias; Enter has the rest"""
 
     @staticmethod
     def forward(ctx, x, weight, bias, region, number):
-        ctx.region, ctx.number = region, number
-        ctx.save_for_backward(weight)
-        ctx.shape = x.shape
+        ctx.region, ctx.number, ctx.dtype = region, number, weight.dtype
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (weight,) = ctx.saved_tensors
         # Under autocast the product was narrower than its factors.
-        grad = grad.to(weight.dtype)
-        if ctx.number is not None:
-            ctx.region.grads[ctx.number] = grad
-        of_x = None
-        if ctx.needs_input_grad[0]:
-            # Nothing is not enough: autograd then would not call Enter.
-            of_x = grad @ weight if ctx.region.leads_on else grad.new_zeros(()).expand(ctx.shape)
-        of_bias = rows(grad).sum(0) if ctx.needs_input_grad[2] else None
-        return of_x, None, of_bias, None, None
+        grad = rows(grad).to(ctx.dtype)
+        ctx.region.grads[ctx.number] = grad
+        return None, None, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 class Entrance:
@@ -129,8 +121,7 @@ class Entrance:
         self.waiting.discard(number)
         if not self.waiting:
             self.forget()
-        left = number if layer.weight.requires_grad else None
-        return Product.apply(entered, layer.weight.detach(), layer.bias, region, left)
+        return Product.apply(entered, layer.weight.detach(), layer.bias, region, number)
 
     def enter(self, x):
         self.source, self.version = x, version(x)
@@ -150,6 +141,15 @@ class Entrance:
 def version(x):
     """What tells the same tensor after a change in place, and with and without gradients, apart."""
     return None if x.is_inference() else x._version, torch.is_grad_enabled()
+
+
+def sum_of_products(pairs):
+    """The sum of a @ b over the pairs (a, b)."""
+    (a, b), *others = pairs
+    total = a @ b
+    for a, b in others:
+        total.addmm_(a, b)
+    return total
 
 
 def rows(x):
