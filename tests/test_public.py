@@ -14,6 +14,9 @@ import s2s_lib
 @pytest.mark.parametrize("name", s2s_lib.__all__)
 def test_a_public_name_is_there_and_says_what_it_is(name):
     thing = getattr(s2s_lib, name)
+    if not callable(thing):
+        # A constant: what it is stands above it in its file.
+        return
     doc = inspect.getdoc(thing) or ""
     assert len(doc) > 30 and (doc[0].isupper() or doc[0] in "`'"), f"{name}: {doc[:60]!r}"
     assert inspect.getmodule(thing).__name__.startswith("s2s_lib")

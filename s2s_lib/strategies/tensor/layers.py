@@ -66,7 +66,8 @@ class Parallel:
 
 
 class ColumnParallelLinear(Parallel, nn.Linear):
-    """x [.., D] -> this rank's part [.., Fw] of x @ weight.T + bias; with `gather` all of it.
+    """A Linear cut by its outputs: x [.., D] -> this rank's part [.., Fw] of x @ weight.T + bias;
+    with `gather` all of it.
 
     Holds 1/W of weight [F, D] and bias [F], each of `blocks` (a number of equal ones, or their
     sizes) cut by itself. Backward sends 2(W-1)/W of the input's bytes from each rank, once for all
@@ -119,7 +120,7 @@ class ColumnParallelLinear(Parallel, nn.Linear):
 
 
 class RowParallelLinear(Parallel, nn.Linear):
-    """This rank's part x [.., Dw] of the inputs -> x @ weight.T + bias of all, whole [.., F].
+    """A Linear cut by its inputs: its part x [.., Dw] -> x @ weight.T + bias, whole [.., F].
 
     Holds 1/W of weight [F, D] and all of the bias [F], which is added once, after the sum. Forward
     sends 2(W-1)/W of the output's bytes from each rank, backward nothing. With `sequence_parallel`
@@ -161,12 +162,13 @@ class RowParallelLinear(Parallel, nn.Linear):
 
 
 class VocabParallelEmbedding(Parallel, nn.Embedding):
-    """tokens [B, T] -> their rows of weight [V, D], of which this rank holds about V/W: [B, T, D].
+    """An Embedding cut by its rows: tokens [B, T] -> rows of weight [V, D], whole [B, T, D].
 
-    A rank gives zeros for tokens that are not its own, and the sum over ranks is the row. Forward
-    sends 2(W-1)/W of the output's bytes from each rank, backward nothing; with `sequence_parallel`
-    the output is [B, Tw, D], and forward and backward send (W-1)/W of the whole one's. V need not
-    divide by W. ValueError for fewer rows than ranks; IndexError for a token outside of 0..V-1.
+    A rank holds about V/W rows and gives zeros for other tokens; the sum over ranks is the row.
+    Forward sends 2(W-1)/W of the output's bytes from each rank, backward nothing; with
+    `sequence_parallel` the output is [B, Tw, D], and forward and backward send (W-1)/W of the whole
+    one's. V need not divide by W. ValueError for fewer rows than ranks; IndexError for a token
+    outside of 0..V-1.
     """
 
     def __init__(

@@ -23,14 +23,18 @@ They differ from the gradients of plain collectives (collectives/autograd.py) in
 there the sum of every rank's, here one loss, which every rank has computed. That is why the
 gradient of a sum is handed on as it is, and not added up again.
 
-An all_reduce sends 2(W-1)/W of the tensor's bytes from each rank, all_gather and reduce_scatter
-(W-1)/W of the whole one's. Source: Megatron-LM (arXiv:1909.08053), where the first two are f and g;
-for the last two arXiv:2205.05198.
+Sent by all ranks together: by an all_reduce 2(W-1) times the tensor's bytes, by an all_gather or
+reduce_scatter W-1 times the whole one's. Each rank sends an equal share, 2(W-1)/W and (W-1)/W, but
+for an all_reduce of up to 1 MiB on more than two ranks, which goes by a tree.
+
+Source: Megatron-LM (arXiv:1909.08053), where the first two are f and g; for the last two
+arXiv:2205.05198.
 """
 
 import torch
 
 from s2s_lib.collectives.autograd import linear
+from s2s_lib.collectives.choose import FEW
 from s2s_lib.collectives.contract import check
 from s2s_lib.collectives.functions import all_gather, all_reduce, reduce_scatter
 from s2s_lib.collectives.pieces import even_cuts
@@ -38,7 +42,7 @@ from s2s_lib.ranks.group import Group
 
 
 def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """x itself, whole, for each rank to use in its own way.
+    """The tensor itself, whole, for each rank to use in its own way.
 
     forward: identity    backward: all_reduce
     """
@@ -116,7 +120,8 @@ def own_part(x, group, dim, sizes):
 
 def gathered(x, group, dim, sizes=None):
     """all_gather along any dim."""
-    return all_gather(x.movedim(dim, 0), group, sizes=sizes).movedim(0, dim).contiguous()
+    parts = all_gather(x.movedim(dim, 0), group, in_one_step(group), sizes=sizes)
+    return parts.movedim(0, dim).contiguous()
 
 
 def scattered_sum(x, group, dim):
@@ -126,4 +131,10 @@ def scattered_sum(x, group, dim):
             f"a sequence of {x.shape[dim]} does not cut into {group.size} equal parts: with "
             f"sequence_parallel give rows of tokens whose length is a multiple of {group.size}"
         )
-    return reduce_scatter(x.movedim(dim, 0), group).movedim(0, dim).contiguous()
+    own = reduce_scatter(x.movedim(dim, 0), group, algorithm=in_one_step(group))
+    return own.movedim(0, dim).contiguous()
+
+
+def in_one_step(group):
+    """An algorithm that never sends more than the parts: what `auto` takes for few bytes does."""
+    return "direct" if group.size <= FEW else "ring"
