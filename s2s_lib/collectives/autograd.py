@@ -7,7 +7,28 @@ backward is a collective too, so every rank of the group must run it: on each th
 require a gradient, in a broadcast on those that only receive too.
 """
 
+import functools
+
 import torch
+
+
+def first_order(backward):
+    """A backward that cannot be differentiated again: RuntimeError where that is asked for.
+
+    torch's once_differentiable says so only where the incoming gradient has one of its own, which
+    that of a loss has not; the second derivative would be silently too small.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx, *grads):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True asks for the gradient of a gradient, and communication is not "
+                "recorded in backward: leave it out, or compute that term in one process"
+            )
+        return backward(ctx, *grads)
+
+    return checked
 
 
 class _Linear(torch.autograd.Function):
@@ -19,7 +40,7 @@ class _Linear(torch.autograd.Function):
         return run(tensor.detach())
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, grad):
         return ctx.transpose(grad), None, None
 

@@ -125,7 +125,8 @@ def _plot(points, lines, xlabel, ylabel, axes):
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small")
+    # Outside: inside there is always a curve that runs through it.
+    axes.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     return points
 
 

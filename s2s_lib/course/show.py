@@ -114,6 +114,20 @@ def row_pipeline(parameters: int, ranks: int, tokens: int, hidden: int) -> Row:
     return Row(f"pipeline, {ranks} ranks", *held, sent)
 
 
+def row_tensor(
+    parameters: int, ranks: int, tokens: int, hidden: int, sums: int, whole: int = 0
+) -> Row:
+    """Tensor parallelism: all but `whole` of the parameters are cut, so 1/W of them is held.
+
+    In a step each of W ranks sends 2(W-1)/W of `sums` activations, of `hidden` numbers of 4 bytes
+    for each of the batch's `tokens`: 4 for a layer and, where the vocabulary is cut, 2 for the
+    model. The loss's three numbers a token are left out.
+    """
+    held = row_one_process((parameters - whole) / ranks + whole)
+    sent = sums * 2 * (ranks - 1) / ranks * 4 * tokens * hidden
+    return replace(held, strategy=f"tensor, {ranks} ranks", sent_per_step=sent)
+
+
 class Table:
     """A Markdown table that a notebook shows as the last line of a cell."""
 

@@ -111,7 +111,8 @@ def waited(job, first):
     summary = f"ranks waited for each other longer than {job.timeout:g} s"
     trace = render(job.failures[first]["chain"][0])
     hint = "With check=True, ranks that call different things are told at once, before they wait."
-    details = f"{table}\n\n{hint}\n\nRank {first} gave up first.\n{trace}"
+    hint = "" if job.check else f"{hint}\n\n"
+    details = f"{table}\n\n{hint}Rank {first} gave up first.\n{trace}"
     return RankError(None, summary, details, [wait[:3] for wait in waits])
 
 

@@ -86,7 +86,7 @@ class Job:
 
     def __init__(self, ranks: int, settings: dict):
         self.size = ranks
-        self.timeout = settings["timeout"]
+        self.timeout, self.check = settings["timeout"], settings["check"]
         self.folder = tempfile.mkdtemp(prefix="s2s-")
         self.selector = selectors.DefaultSelector()
         self.channels, self.streams = [], []

@@ -20,21 +20,31 @@ from s2s_lib.ranks.group import Group
 
 # Parameter -> the groups over which its gradient is cut into shards, first cut first.
 _cut_over = WeakIdKeyDictionary()
+# Parameters of which a rank has a stretch of elements, where the cuts depend on other parameters.
+_in_flats = WeakIdKeyDictionary()
 # Module -> the group whose ranks each have other layers of one model, and copies that do not count.
 _spread_over = WeakIdKeyDictionary()
 
 
-def cut_over(parameter: torch.nn.Parameter, group: Group):
+def cut_over(parameter: torch.nn.Parameter, group: Group, flat: bool = False):
     """Say that each rank of `group` holds a different part of this parameter and its gradient.
 
-    What a rank has so far is what is cut: by tensor parallelism first, and a part of that by ZeRO.
+    What a rank has so far is what is cut: by tensor parallelism first, and a part of that by ZeRO,
+    which cuts a buffer with other parameters in it (`flat`).
     """
+    if flat:
+        _in_flats[parameter] = True
     _cut_over[parameter] = (*_cut_over.get(parameter, ()), group)
 
 
 def is_cut(parameter: torch.nn.Parameter) -> bool:
     """Whether ranks hold different parts of this parameter and its gradient."""
     return parameter in _cut_over
+
+
+def is_in_flat(parameter: torch.nn.Parameter) -> bool:
+    """Whether it is cut in places that depend on other parameters."""
+    return parameter in _in_flats
 
 
 def refuse_cut_over(named, group: Group):

@@ -174,7 +174,7 @@ class ZeRO(nn.Module):
         for i, parameter in enumerate(flat.parameters):
             self.flat_of[parameter], self.unit_of[parameter] = flat, unit
             if self.shard_group.size > 1:
-                cut_over(parameter, self.shard_group)
+                cut_over(parameter, self.shard_group, flat=True)
             if flat.trainable:
                 numbers = self.units.index(unit), unit.flats.index(flat), i
                 hook = weakly(self.gradient_arrived, *numbers)

@@ -14,6 +14,7 @@ from s2s_lib.course.check.lesson01 import accumulate, average_gradients, ddp_of_
 from s2s_lib.course.check.lesson02 import clip_shards, sharded_adamw_step, zero_of_eight
 from s2s_lib.course.check.lesson03 import hybrid_all_reduce, hybrid_of_eight, local_sgd
 from s2s_lib.course.check.lesson04 import bubble_of_eight, one_f_one_b, three_in_flight
+from s2s_lib.course.check.lesson05 import cut_fused, cut_gpt, cut_loss
 
 __all__ = [
     "Wrong",
@@ -22,6 +23,9 @@ __all__ = [
     "average_gradients",
     "bubble_of_eight",
     "clip_shards",
+    "cut_fused",
+    "cut_gpt",
+    "cut_loss",
     "ddp_of_eight",
     "hybrid_all_reduce",
     "hybrid_of_eight",

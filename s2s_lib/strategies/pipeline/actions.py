@@ -15,6 +15,7 @@ from typing import NamedTuple
 from s2s_lib.strategies.pipeline.order import in_order
 
 KINDS = ("F", "B", "I", "W")
+KIND_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
 
 
@@ -131,6 +132,11 @@ class Schedule:
         """Whether there are backwards."""
         return any(action.kind != "F" for action in self.ranks[0])
 
+    @property
+    def has_halves(self) -> bool:
+        """Whether there are backwards in halves, I and W."""
+        return any(action.kind == "I" for line in self.ranks for action in line)
+
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank runs, in the model's order."""
         return [stage for stage in range(self.stages) if self.rank_of[stage] == rank]
@@ -148,6 +154,12 @@ class Schedule:
         held beyond its own F, which counts as 1.
         """
         return [max(_in_flight(line)) if self.trains else 1 for line in self.ranks]
+
+    def save(self, path) -> None:
+        """Write the picture, an SVG, to a file."""
+        from s2s_lib.strategies.pipeline.picture import draw_schedule
+
+        draw_schedule(self).save(path)
 
     def _repr_html_(self):
         from s2s_lib.strategies.pipeline.picture import draw_schedule
@@ -170,6 +182,14 @@ class Schedule:
         ranks = len(self.ranks)
         on = "" if ranks == self.stages else f" on {_count(ranks, 'rank')}"
         return f"<{self.name}: {stages}{on}, {microbatches}>"
+
+
+def check_schedule(schedule):
+    """ValueError, with what to give, for what is no Schedule: its name, say, or its builder."""
+    if not isinstance(schedule, Schedule):
+        raise ValueError(
+            f"schedule={schedule!r}: give a Schedule, as schedule.gpipe(4, 8) returns one"
+        )
 
 
 def _count(number, what):

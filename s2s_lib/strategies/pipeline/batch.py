@@ -7,7 +7,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from s2s_lib.strategies.pipeline import values
-from s2s_lib.strategies.pipeline.actions import Action
+from s2s_lib.strategies.pipeline.actions import KIND_WORDS, Action
 from s2s_lib.strategies.pipeline.order import before, message
 
 
@@ -32,6 +32,18 @@ class Entry(torch.autograd.Function):
 
 def copied(leaf):
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+@contextlib.contextmanager
+def told_where(action: Action):
+    """An error inside also says which action it came from, where Python can add that (3.11)."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):
+            words = f"stage {action.stage}, micro-batch {action.micro}"
+            error.add_note(f"in {action}: {KIND_WORDS[action.kind]} of {words}")
+        raise
 
 
 def _trained(leaf):
@@ -67,7 +79,7 @@ class Batch:
     def act(self, action: Action):
         """Run one action."""
         do = {"F": self.F, "B": self.B, "I": self.I, "W": self.W}[action.kind]
-        with self.pipeline.accelerator.pace(action), self.apart(action):
+        with self.pipeline.accelerator.pace(action), self.apart(action), told_where(action):
             do(action)
 
     def apart(self, action):

@@ -45,7 +45,9 @@ class Halves:
         self.inside = []
         before, after = Watch(self.put_aliases), Watch(self.note_output)
         hooks = []
-        for layer in filter(_is_worth_it, module.modules()):
+        for layer in module.modules():
+            if not (_is_worth_it(layer) or _has_hooks(layer)):
+                continue
             hooks.append(layer.register_forward_pre_hook(before))
             # First of all, so that no other hook meets an alias.
             hooks.append(layer.register_forward_hook(after, prepend=True, always_call=True))
@@ -62,7 +64,8 @@ class Halves:
         if self.calls is None:
             return
         own = {name: p for name, p in layer._parameters.items() if _trained(p)}
-        call = (Product if _is_product(layer, inputs) else Aliased)(own, inputs)
+        kind = Aliased if _is_worth_it(layer) else Asked
+        call = (Product if _is_product(layer, inputs) else kind)(own, inputs)
         layer._parameters.update(call.stand_ins)
         self.inside.append((layer, own, call))
 
@@ -104,6 +107,14 @@ class Aliased:
             [self.start], asked, [grad], retain_graph=True, allow_unused=True
         )
         return [(g,) for g in found]
+
+
+class Asked(Aliased):
+    """One call of a layer whose weights get their gradients in the first half, and have hooks: for
+    the aliases, since the hooks run when the gradients are added to the weights', in the second."""
+
+    def note(self, output):
+        return output
 
 
 class Product:
@@ -263,6 +274,10 @@ def _has_a_place(output):
     if not isinstance(output, torch.Tensor) or output.grad_fn is None:
         return False
     return not hasattr(output.grad_fn, "_saved_result")
+
+
+def _has_hooks(layer):
+    return any(p is not None and p._backward_hooks for p in layer._parameters.values())
 
 
 def _remove(hooks):

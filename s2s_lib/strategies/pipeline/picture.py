@@ -1,8 +1,8 @@
 """The picture of a schedule: a row for each rank, time to the right, a box for each action.
 
 A box is as long as its action lasts and bears the number of the micro-batch; its colour is the kind
-of action. Where a rank runs several stages, the lighter a box the later the stage. What stays white
-is the bubble.
+of action. Where a rank runs several stages, the lighter a box the later the stage. In streaming the
+number is the token, and the shade the request. What stays white is the bubble.
 
 Where there is no room for a box an action (64 ranks with 512 micro-batches have 65,536), time is
 cut into columns instead, and in each the kinds are stacked, as high as their share of its time.
@@ -14,12 +14,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from s2s_lib.draw import EDGE, FAINT, INK, PAD, PALETTE, Canvas, Picture, text_width
-from s2s_lib.strategies.pipeline.actions import KINDS, Schedule
+from s2s_lib.strategies.pipeline.actions import KIND_WORDS, KINDS, Schedule
 from s2s_lib.strategies.pipeline.simulate import Timetable, simulate
 
 WIDTH, LABEL = 960, 10
 KIND_COLOURS = dict(zip(KINDS, PALETTE, strict=False))
-KIND_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 # Beyond so many boxes, or below this mean width, there are columns: at most so many in all rows.
 MOST_BOXES, NARROWEST, CELLS = 12_000, 1.5, 6_000
 
@@ -46,11 +45,15 @@ class Box(NamedTuple):
 
 
 def draw_schedule(schedule: Schedule) -> Picture:
-    """The schedule where F lasts 1 and B 2; where some backwards come in halves, I and W last 1."""
-    length = {"F": 1, "B": 2, "I": 1, "W": 1}
-    halves = set("IW") & set(_kinds(schedule))
-    timetable = simulate(schedule, 1, 1, 1) if halves else simulate(schedule, 1, 2)
-    lasts = ", ".join(f"{kind} lasts {length[kind]}" for kind in _kinds(schedule))
+    """The schedule where a rank's forwards of one micro-batch last 1 together and its backwards 2,
+    so that a rank with two stages takes 1/2 for a forward of each; I and W are half of B."""
+    each = len(schedule.ranks) / schedule.stages
+    halves = schedule.has_halves
+    timetable = (
+        simulate(schedule, each, each, each) if halves else simulate(schedule, each, 2 * each)
+    )
+    length = {"F": each, "B": 2 * each, "I": each, "W": each}
+    lasts = ", ".join(f"{kind} lasts {length[kind]:.3g}" for kind in _kinds(schedule))
     return _draw([("", timetable)], "", f"; {lasts}")
 
 
@@ -78,16 +81,20 @@ def _draw(tables, unit, note=""):
     scale, pitch = (WIDTH - PAD - left) / total, _pitch(ranks, len(tables))
     rows, bottom = list(_rows(tables, left, top, pitch, scale)), top + pitch * ranks
     crowded = _crowded(rows)
-    chunk_of = [0] * schedule.stages if crowded else _chunks(schedule)
-    legend = _legend(schedule, chunk_of)
+    shade_of, shades = ((lambda action: 0), [""]) if crowded else _shades(schedule)
+    legend = _legend(schedule, shades)
     canvas = Canvas(WIDTH, bottom + 28 + 22 * len(legend) + PAD / 2)
     note += "; heights are shares of the time" if crowded else ""
+    if len(shades) > 1 and schedule.feedback:
+        note += "; numbers are tokens, shades requests"
     said = [f"{what}{_numbers(table, unit)}{note}" for what, table in tables]
     _title(canvas, [f"{schedule!r}"[1:-1], *said])
     _tracks(canvas, rows, total, pitch)
     _axis(canvas, (left, top, bottom), total, scale, unit)
     period = sum(tables[0][1].busy) / ranks / schedule.microbatches
-    boxes = _columns(rows, total, period) if crowded else _boxes(rows, chunk_of)
+    boxes = (
+        _columns(rows, total, period) if crowded else _boxes(rows, shade_of, schedule, len(shades))
+    )
     _paint(canvas, list(boxes))
     for line, entries in enumerate(legend):
         canvas.legend(left, bottom + 38 + 22 * line, entries)
@@ -140,19 +147,18 @@ def _crowded(rows):
     return len(spans) > MOST_BOXES or rows[0].scale * busy / len(spans) < NARROWEST
 
 
-def _boxes(rows, chunk_of):
+def _boxes(rows, shade_of, schedule, shades):
     """A box for each action, with a white seam where it is wide enough for one; narrow neighbours
     of one colour are one box."""
-    chunks = 1 + max(chunk_of)
     for row in rows:
         last = None
-        for start, end, (stage, kind, micro) in row.spans:
+        for start, end, action in row.spans:
             left, right = (_tenth(row.left + row.scale * (t - row.start)) for t in (start, end))
             if left == right:
                 continue
-            width, label = row.scale * (end - start), str(micro)
+            width, label = row.scale * (end - start), str(action.micro // (schedule.feedback or 1))
             fits = text_width(label, LABEL) + 2 <= width and row.height >= LABEL + 2
-            fill = _shade(KIND_COLOURS[kind], chunk_of[stage], chunks)
+            fill = _shade(KIND_COLOURS[action.kind], shade_of(action), shades)
             looks = fill, width >= 3, label if fits else ""
             box = Box(left, right, row.top, row.height, *looks)
             if last and not box.seam and last.right == left and last[4:] == looks:
@@ -228,27 +234,31 @@ def _axis(canvas, frame, total, scale, unit):
         canvas.text(x, bottom + 14, f"{step * tick:g} {unit if not tick else ''}".strip(), 11)
 
 
-def _chunks(schedule):
-    """For each stage, how many stages of its rank come before it."""
-    seen, chunks = Counter(), []
+def _shades(schedule):
+    """Which shade an action has, from 0, and what each is: the request in streaming, else which of
+    its rank's stages it is of."""
+    if schedule.feedback:
+        requests = min(schedule.feedback, schedule.microbatches)
+        return (lambda action: action.micro % requests), [f"request {r}" for r in range(requests)]
+    seen, chunk_of = Counter(), []
     for rank in schedule.rank_of:
-        chunks.append(seen[rank])
+        chunk_of.append(seen[rank])
         seen[rank] += 1
-    return chunks
+    chunks = range(1 + max(chunk_of))
+    names = [_range([s for s, chunk in enumerate(chunk_of) if chunk == c]) for c in chunks]
+    return (lambda action: chunk_of[action.stage]), names
 
 
 def _kinds(schedule):
     return [k for k in KINDS if any(a.kind == k for line in schedule.ranks for a in line)]
 
 
-def _legend(schedule, chunk_of):
-    """Lines of (word, colour): the kinds, and where a rank has several stages, their shades."""
+def _legend(schedule, shades):
+    """Lines of (word, colour): the kinds, and where there are several shades, what each is."""
     kinds = [(f"{kind} {KIND_WORDS[kind]}", KIND_COLOURS[kind]) for kind in _kinds(schedule)]
-    chunks = 1 + max(chunk_of)
-    stages = [[s for s, chunk in enumerate(chunk_of) if chunk == c] for c in range(chunks)]
-    shown = range(chunks) if chunks <= 5 else (0, chunks - 1)
-    shades = [(_range(stages[chunk]), _shade(FAINT, chunk, chunks)) for chunk in shown]
-    return [kinds, shades] if chunks > 1 else [kinds]
+    shown = range(len(shades)) if len(shades) <= 5 else (0, len(shades) - 1)
+    tints = [(shades[number], _shade(FAINT, number, len(shades))) for number in shown]
+    return [kinds, tints] if len(shades) > 1 else [kinds]
 
 
 def _range(stages):

@@ -30,7 +30,7 @@ from s2s_lib.ranks.group import Group, check_group
 from s2s_lib.strategies.grads import spread_over
 from s2s_lib.strategies.pipeline import values
 from s2s_lib.strategies.pipeline.accelerator import Accelerator
-from s2s_lib.strategies.pipeline.actions import Schedule
+from s2s_lib.strategies.pipeline.actions import Schedule, check_schedule
 from s2s_lib.strategies.pipeline.agree import (
     EVALUATE,
     OUTPUT,
@@ -57,7 +57,8 @@ class Pipeline(nn.Module):
 
     `stages` is the module of this rank's stage; a list of them where the schedule gives a rank
     several; or all of the model's stages, as `split` returns them, of which each rank keeps its
-    own. `tied` lists weights that live in several stages (default: what `split` has noted on them).
+    own. The whole model is none of these: given on every rank it is taken for a stage on each, and
+    trains P times as deep wherever its output fits its input. `tied` lists weights that live in several stages (default: what `split` has noted on them).
 
     `step(x, y)` runs forward and backward of one batch; afterwards `.grad` is what one process
     would have, added to what was there. `loss_fn(output, target)` is a mean over the terms of a
@@ -89,6 +90,7 @@ class Pipeline(nn.Module):
     ):
         super().__init__()
         check_group(group)
+        check_schedule(schedule)
         own = schedule.stages_of(group.rank) if group.rank < len(schedule.ranks) else []
         modules = as_list(stages)
         if len(modules) == schedule.stages:

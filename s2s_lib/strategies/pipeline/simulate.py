@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from s2s_lib.cluster import Cluster
-from s2s_lib.strategies.pipeline.actions import Action, Schedule
+from s2s_lib.strategies.pipeline.actions import Action, Schedule, check_schedule
 from s2s_lib.strategies.pipeline.order import goes_to
 
 
@@ -95,6 +95,12 @@ class Timetable:
             peaks.append(highest)
         return peaks
 
+    def save(self, path) -> None:
+        """Write the picture, an SVG, to a file."""
+        from s2s_lib.strategies.pipeline.picture import draw_timetable
+
+        draw_timetable(self).save(path)
+
     def _repr_html_(self):
         from s2s_lib.strategies.pipeline.picture import draw_timetable
 
@@ -107,21 +113,27 @@ class Timetable:
 def simulate(
     schedule: Schedule,
     forward: float | Sequence[float] = 1,
-    backward: float | Sequence[float] = 2,
-    weight: float | Sequence[float] = 0,
+    backward: float | Sequence[float] | None = None,
+    weight: float | Sequence[float] | None = None,
     transfer: float | Cluster = 0,
     message_bytes: int = 0,
 ) -> Timetable:
     """When each action runs if F takes `forward`, I `backward`, W `weight`, B the last two summed.
 
-    For a schedule with I and W give `weight` too: the default says that a W takes no time.
+    B takes 2 if not told otherwise. Where there are I and W and neither `backward` nor `weight` is
+    given, each takes 1, as in the schedule's own picture; with one of them given, `backward` is
+    else 2 and `weight` 0.
 
     Each is one number for all stages or one for each. `transfer` is how long after an action its
     result is on the next rank, or a `Cluster` whose rank r is the pipeline's rank r: then times are
     in seconds, messages have `message_bytes`, and those of one port queue. Sending takes none of a
     rank's own time, and stages of one rank pass on at once.
     """
+    check_schedule(schedule)
     S, M = schedule.stages, schedule.microbatches
+    if backward is None and weight is None and schedule.has_halves:
+        backward = weight = 1
+    backward, weight = 2 if backward is None else backward, 0 if weight is None else weight
     seconds = _durations(S, schedule.trains, forward=forward, backward=backward, weight=weight)
     arrive = _arrivals(schedule, transfer, message_bytes)
     here = [[0.0] * (2 * S * M + 1) for _ in schedule.ranks]

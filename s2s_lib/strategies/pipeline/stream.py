@@ -17,6 +17,7 @@ import torch
 from s2s_lib.collectives.functions import broadcast
 from s2s_lib.ranks.connection import current
 from s2s_lib.strategies.pipeline import schedule, values
+from s2s_lib.strategies.pipeline.batch import told_where
 from s2s_lib.strategies.pipeline.mail import Mail, walk
 from s2s_lib.strategies.pipeline.order import before
 from s2s_lib.strategies.pipeline.program import program
@@ -81,7 +82,7 @@ def stream(pipeline, prompts, tokens, pick, mail):
             if value is not None:
                 rows[request] = torch.cat([rows[request], value], dim=1)
             value = rows[request]
-        with pipeline.accelerator.pace(action):
+        with pipeline.accelerator.pace(action), told_where(action):
             value = pipeline.stages[0](value)
         if last:
             value = pick(value[:, -1])[:, None].to(rows[request].dtype)

@@ -10,7 +10,7 @@ import contextlib
 import torch
 
 from s2s_lib.collectives.functions import all_reduce
-from s2s_lib.strategies.grads import is_cut
+from s2s_lib.strategies.grads import is_in_flat
 from s2s_lib.strategies.replicas import copy_from
 
 
@@ -31,7 +31,7 @@ def describe(tied, module_of, schedule) -> list:
         copies = {}
         for number in sorted(set(names) & set(module_of)):
             weight = weight_of(module_of[number], names[number], number)
-            if is_cut(weight):
+            if is_in_flat(weight):
                 raise ValueError(
                     f"tied: {names[number]!r} of stage {number} is in a ZeRO, which cuts it in "
                     "other places than the other stage's; use a DDP, or ZeRO with stage=0"

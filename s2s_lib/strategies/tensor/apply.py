@@ -25,7 +25,7 @@ from s2s_lib.strategies.tensor.layers import (
     become,
     block_sizes,
 )
-from s2s_lib.strategies.tensor.plan import Column, Row, check_plan, match
+from s2s_lib.strategies.tensor.plan import Column, Row, check_plan, match, parent_of
 from s2s_lib.strategies.tensor.region import SEQUENCE_DIM, Entrance
 
 
@@ -49,17 +49,19 @@ def tensor_parallel(
     embedding forward as much; `vocab_parallel_cross_entropy` says what the loss sends. In training,
     if the module drops, W-1 messages of 8 bytes a forward.
 
-    `sequence_parallel`: between a row layer and the next column layer tensors are [b, s/W, h]; the
-    same bytes in other operations, and an all_reduce of the gradient of each parameter that is not
-    cut. Embeddings give, and norms see, this rank's part of the tokens; so does whoever gets the
-    module's output, unless a column layer is last. `regather` then keeps only s/W of a column
-    layer's input for backward, and sends (W-1)/W of b s h once more for each module with column
-    layers.
+    `sequence_parallel`: between a row layer and the next column layer tensors are [b, s/W, h]. The
+    same bytes travel in other operations, and the gradient of each parameter that is not cut in an
+    all_reduce. Embeddings give, and norms see, this rank's part of the tokens; so does whoever gets
+    the module's output, unless a column layer is last. What mixes tokens, attention above all, must
+    begin with column layers. `regather` then keeps only s/W of a column layer's input for backward,
+    and sends (W-1)/W of b s h once more for each module with column layers.
 
     Gradients are final when `backward()` returns. `clip_grad_norm_` knows what is cut. For data
     parallelism besides, wrap the result in DDP or ZeRO over the group of the ranks with the same
     part (`Mesh`). Layers are called, not read: a weight that a module reads without calling its
-    layer is a part, and what it computes from that is wrong.
+    layer is a part, and what it computes from that is wrong. From a module's first column layer to
+    its row layer all is taken to be cut; a whole tensor used there is noticed (RuntimeError) if it
+    goes into a layer with parameters or a dropout, in the first forward.
 
     ValueError, and nothing is changed: a pattern that matches nothing, a layer that two match, what
     is no Linear or Embedding or has a forward of its own, sizes that do not divide, weights shared
@@ -71,32 +73,42 @@ def tensor_parallel(
     check_group(group)
     if regather and not sequence_parallel:
         raise ValueError("regather=True gathers what sequence_parallel cuts: give both, or neither")
+    for name, parameter in module.named_parameters():
+        if is_cut(parameter):
+            raise ValueError(
+                f"{name} is cut already, by tensor_parallel or ZeRO: give all layers to cut in one "
+                "plan, and wrap in ZeRO afterwards"
+            )
     styles = match(module, plan)
     check_plan(module, styles, group.size)
     refuse_claimed(module.named_parameters())
     options = {"plan": styles, "sequence_parallel": sequence_parallel, "regather": regather}
+    options["something drops"] = drops(module)
     check_same(module, group)
     check_options_same(options, group, "tensor_parallel")
     sharing = sharers(module, styles)
     cut_up(module, group, styles, sequence_parallel)
-    for layers in sharing:
+    for holder, layers in sharing:
         entrance = Entrance(layers, group, sequence_parallel, regather)
         for layer in layers:
             layer.entrance = entrance
+        # Where a layer was not called, what entered would be kept.
+        holder.register_forward_hook(entrance.forget, always_call=True)
     follow(module, group, styles, sequence_parallel)
     return module
 
 
 def sharers(module, styles):
-    """The column layers that may get one tensor: those of one module, with as many inputs."""
+    """The column layers that may get one tensor, with the module that holds them: its own layers of
+    as many inputs, unless it calls them one after the other."""
     alike = {}
     for name in styles:
         layer = module.get_submodule(name)
         if isinstance(layer, nn.Linear) and not isinstance(styles[name], Row):
-            parent = name.rpartition(".")[0]
-            in_a_row = isinstance(module.get_submodule(parent), (nn.Sequential, nn.ModuleList))
+            parent = module.get_submodule(parent_of(name))
+            in_a_row = isinstance(parent, (nn.Sequential, nn.ModuleList))
             key = name if in_a_row else (parent, layer.in_features)
-            alike.setdefault(key, []).append(layer)
+            alike.setdefault(key, (parent, []))[1].append(layer)
     return list(alike.values())
 
 

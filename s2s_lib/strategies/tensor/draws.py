@@ -28,7 +28,8 @@ class Draws:
         self.outside = self.shared = None
 
     def begin(self, module, _):
-        if module.training:
+        self.shared = None
+        if any(part.training for part in module.modules()):
             number = broadcast(drawn(), self.group).item()
             self.outside = torch.get_rng_state()
             reseed(number, self.group.ranks, self.group.rank if self.sequence else None)
@@ -40,11 +41,17 @@ class Draws:
 
     def enter(self, layer):
         if layer.training:
+            if self.outside is None and torch._C._current_graph_task_id() < 0:
+                raise RuntimeError(
+                    "a part of a tensor-parallel module is called by itself in training, and ranks "
+                    "agree on random numbers when the whole module is called: call that, or apply "
+                    "tensor_parallel to the part"
+                )
             number = drawn().item()
             self.shared = torch.get_rng_state()
             reseed(number, self.group.ranks, self.group.rank)
 
-    def leave(self, _):
+    def leave(self):
         if self.shared is not None:
             torch.set_rng_state(self.shared)
             self.shared = None

@@ -27,6 +27,7 @@ from s2s_lib.ranks.group import Group, check_group
 from s2s_lib.strategies.grads import cut_over, is_cut
 from s2s_lib.strategies.tensor.cut import Cut
 from s2s_lib.strategies.tensor.pairs import (
+    copy_to_group,
     gather_from_group,
     reduce_from_group,
     reduce_scatter_sequence,
@@ -59,6 +60,14 @@ class Parallel:
                 "first, then cut; or build on the meta device and let tensor_parallel draw"
             )
         super().reset_parameters()
+
+    def __getstate__(self):
+        if self.cuts is not None:
+            raise TypeError(
+                "a tensor-parallel layer cannot be copied or saved, it is tied to its ranks: save "
+                "full_state_dict(module), or copy the module before it is cut"
+            )
+        return super().__getstate__()
 
     def extra_repr(self):
         part = "" if self.cuts is None else f", part {self.group.rank} of {self.group.size}"
@@ -158,7 +167,10 @@ class RowParallelLinear(Parallel, nn.Linear):
         partial = F.linear(x, self.weight)
         summed = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
         y = summed(partial, self.group)
-        return y if self.bias is None else y + self.bias
+        if self.bias is None:
+            return y
+        # On a part of the tokens each rank has a part of the bias's gradient.
+        return y + (copy_to_group(self.bias, self.group) if self.sequence_parallel else self.bias)
 
 
 class VocabParallelEmbedding(Parallel, nn.Embedding):

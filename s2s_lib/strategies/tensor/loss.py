@@ -14,8 +14,8 @@ from math import inf
 from numbers import Real
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from s2s_lib.collectives.autograd import first_order
 from s2s_lib.collectives.functions import all_gather, all_reduce
 from s2s_lib.collectives.pieces import cuts_of
 from s2s_lib.ranks.group import Group, check_group
@@ -88,7 +88,7 @@ class CrossEntropy(torch.autograd.Function):
         return loss_N.masked_fill(~counted.flatten(), 0).sum() / count
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         exp_NV, sum_N, log_z_N, local_N, mine_N, counted_N, count = ctx.saved_tensors
         cuts, smoothing, z_loss = ctx.settings

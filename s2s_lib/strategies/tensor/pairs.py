@@ -121,7 +121,8 @@ def own_part(x, group, dim, sizes):
 def gathered(x, group, dim, sizes=None):
     """all_gather along any dim."""
     parts = all_gather(x.movedim(dim, 0), group, in_one_step(group), sizes=sizes)
-    return parts.movedim(0, dim).contiguous()
+    # New memory, and no view for autograd, so that it may be changed in place.
+    return parts.movedim(0, dim).contiguous().data
 
 
 def scattered_sum(x, group, dim):
@@ -132,7 +133,7 @@ def scattered_sum(x, group, dim):
             f"sequence_parallel give rows of tokens whose length is a multiple of {group.size}"
         )
     own = reduce_scatter(x.movedim(dim, 0), group, algorithm=in_one_step(group))
-    return own.movedim(0, dim).contiguous()
+    return own.movedim(0, dim).contiguous().data
 
 
 def in_one_step(group):

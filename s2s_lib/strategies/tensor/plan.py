@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from s2s_lib.strategies.grads import is_cut
 from s2s_lib.strategies.tensor.layers import block_sizes, check_even, check_vocabulary
 
 
@@ -31,7 +30,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """An nn.Linear cut by its inputs, which a column-parallel layer gives."""
+    """An nn.Linear cut by its inputs, which a column-parallel layer gives; `head_dim` as there."""
+
+    head_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def match(module: nn.Module, plan: dict) -> dict[str, Column | Row | Vocab]:
             near = difflib.get_close_matches(str(pattern), names, n=1, cutoff=0.5)
             raise ValueError(
                 f"{pattern!r} in the plan matches no layer"
-                + (f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(names)}")
+                + (f"; did you mean {near[0]!r}?" if near else f": there are {names or 'none'}")
             )
         for name in matched:
             if name in found:
@@ -105,9 +106,15 @@ def check_layer(module, name, style, ranks):
     what = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
     if not isinstance(layer, kinds):
         raise ValueError(f"{type(style).__name__} cuts an {what}, not a {type(layer).__name__}")
-    if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
+    own = isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
+    if own or "forward" in vars(layer):
         raise ValueError(
-            f"{type(layer).__name__} is an nn.Linear with a forward of its own, which would be lost"
+            f"this {type(layer).__name__} has a forward of its own, which would be lost"
+        )
+    if not isinstance(layer._parameters.get("weight"), nn.Parameter):
+        raise ValueError(
+            "its weight is computed from other parameters (weight_norm, a parametrization, "
+            "pruning): remove that first"
         )
     if isinstance(parent, nn.MultiheadAttention):
         raise ValueError(
@@ -121,13 +128,10 @@ def check_layer(module, name, style, ranks):
     elif isinstance(style, Vocab):
         check_vocabulary(layer.out_features, ranks)
     elif isinstance(style, Row):
-        check_even((layer.in_features,), ranks, "inputs", head_dim(parent))
+        check_even((layer.in_features,), ranks, "inputs", style.head_dim or head_dim(parent))
     else:
         unit = style.head_dim or head_dim(parent)
         check_even(block_sizes(layer.out_features, style.blocks), ranks, "outputs", unit)
-    for parameter in layer.parameters():
-        if is_cut(parameter):
-            raise ValueError("it is cut already, by tensor_parallel or ZeRO: cut a layer once")
 
 
 def head_dim(parent):
@@ -142,13 +146,22 @@ def check_shared(module, styles):
         for parameter in layer.parameters(recurse=False):
             holders.setdefault(parameter, []).append(name)
     for names in holders.values():
-        kinds = {type(styles.get(name)).__name__ if name in styles else "uncut" for name in names}
-        if len(kinds) > 1:
+        ways = {name: way(module.get_submodule(name), styles.get(name)) for name in names}
+        if len(set(ways.values())) > 1:
+            said = ", ".join(f"{name}: {styles[name]}" for name in names if name in styles)
             raise ValueError(
-                f"{' and '.join(names)} share a weight, and the plan has "
-                f"{', '.join(f'{n}: {type(styles[n]).__name__}' for n in names if n in styles)}: "
-                "give all of them the same style"
+                f"{' and '.join(names)} share a weight, and the plan has {said}: give all of them "
+                "the same style, so that it is cut in one way"
             )
+
+
+def way(layer, style):
+    """How a style cuts the weight of a layer."""
+    if isinstance(style, Column):
+        return block_sizes(layer.out_features, style.blocks)
+    if isinstance(style, Vocab):
+        return (layer.weight.shape[0],)
+    return type(style)
 
 
 def check_owners(module, styles):

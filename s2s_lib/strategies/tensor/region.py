@@ -16,12 +16,15 @@ With sequence parallel x is this rank's part of the sequence, entering gathers i
 ranks is a reduce_scatter. The gathered tensor is kept for the gradients of the weights, or with
 `regather` only this rank's part, and gathered again: (W-1)/W of it sent once more (arXiv:2205.05198
 section 4.2.2).
+
+An x without a gradient is owed no sum, and each layer enters by itself. With sequence parallel they
+still share what is gathered, so losses on each of them must be added before they go backward.
 """
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from s2s_lib.collectives.autograd import first_order
 from s2s_lib.collectives.background import background
 from s2s_lib.collectives.functions import all_reduce
 from s2s_lib.strategies.tensor.pairs import gathered, scattered_sum
@@ -37,10 +40,22 @@ class Region:
 
     def __init__(self, group, sequence, regather):
         self.group, self.sequence, self.regather = group, sequence, regather
-        self.grads = {}
+        self.grads, self.backward = {}, None
 
     def enter(self, x):
         return gathered(x, self.group, SEQUENCE_DIM) if self.sequence else x.view_as(x)
+
+    def leave(self, number, grad):
+        """Keep the gradient of an output for Enter, in the same backward."""
+        backward = torch._C._current_graph_task_id()
+        if self.backward != backward:
+            # One that did not come to Enter has left something.
+            self.grads, self.backward = {}, backward
+        self.grads[number] = grad
+
+    def take(self):
+        grads, self.grads = self.grads, {}
+        return grads if self.backward == torch._C._current_graph_task_id() else {}
 
     def total(self, grad):
         """The sum over ranks of a gradient of what entered, as the gradient of what was given."""
@@ -61,18 +76,19 @@ class Enter(torch.autograd.Function):
         return whole
 
     @staticmethod
-    @once_differentiable
+    @first_order
+    @torch.autocast("cpu", enabled=False)
     def backward(ctx, _):
         x, *weights = ctx.saved_tensors
         region = ctx.region
-        grads, region.grads = region.grads, {}
+        grads = region.take()
         wanted, _, *trained = ctx.needs_input_grad
         task = None
         if wanted and grads:
             of_x = sum_of_products([(grad, weights[i]) for i, grad in grads.items()])
             task = background(region.total, of_x.view(ctx.shape), lane=LANE)
         if any(trained):
-            x = rows(region.enter(x) if region.regather else x)
+            x = rows(region.enter(x) if region.regather else x).to(weights[0].dtype)
         of_weights = [None] * len(weights)
         for i, grad in grads.items():
             if trained[i]:
@@ -86,14 +102,15 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, region, number):
         ctx.region, ctx.number, ctx.dtype = region, number, weight.dtype
-        return F.linear(x, weight, bias)
+        # No view for autograd, so that it may be changed in place.
+        return F.linear(x, weight, bias).data
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         # Under autocast the product was narrower than its factors.
         grad = rows(grad).to(ctx.dtype)
-        ctx.region.grads[ctx.number] = grad
+        ctx.region.leave(ctx.number, grad)
         return None, None, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
@@ -108,12 +125,18 @@ class Entrance:
         self.settings = group, sequence, regather
         self.forget()
 
-    def forget(self):
+    def forget(self, *_):
         self.source = self.version = self.entered = self.region = None
         self.waiting = set()
 
     def product(self, layer, x):
         """x @ layer.weight.T + layer.bias, on this rank's part of the outputs."""
+        group, sequence, regather = self.settings
+        if not (sequence or x.requires_grad):
+            # No sum is owed, and losses on each layer alone may be backward in turn.
+            region = Region(group, sequence, regather)
+            entered = Enter.apply(x, region, layer.weight)
+            return Product.apply(entered, layer.weight.detach(), layer.bias, region, 0)
         number = self.layers.index(layer)
         if not (self.source is x and self.version == version(x) and number in self.waiting):
             self.enter(x)
@@ -128,14 +151,6 @@ class Entrance:
         self.region = Region(*self.settings)
         self.entered = Enter.apply(x, self.region, *(layer.weight for layer in self.layers))
         self.waiting = set(range(len(self.layers)))
-
-    def __getstate__(self):
-        # A copy has entered nothing.
-        return {"layers": self.layers, "settings": self.settings}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self.forget()
 
 
 def version(x):

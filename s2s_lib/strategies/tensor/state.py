@@ -57,6 +57,11 @@ def whole_shape(part, cut, _):
 
 def gather_parts(part, cut, group):
     """The whole tensor of which this rank has a part."""
+    if part.shape[cut.dim] != cut.size(group.rank):
+        raise ValueError(
+            f"this rank's part has {part.shape[cut.dim]} of {cut.size(group.rank)} rows: a ZeRO "
+            "around the module has cut it further; call this under `with model.gathered():`"
+        )
     shapes = [list(part.shape) for _ in range(group.size)]
     for rank, shape in enumerate(shapes):
         shape[cut.dim] = cut.size(rank)
