@@ -115,7 +115,7 @@ class Owed:
 
 class Compared:
     """A hook before a layer's forward: RuntimeError where what it gets is whole inside, or cut
-    outside, as far as sums over the tensor tell. Once it has told something from zeros it rests."""
+    outside, as far as sums over the tensor tell. Once it has seen more than zeros it rests."""
 
     def __init__(self, place, name):
         self.place, self.name, self.told = place, name, False
@@ -124,13 +124,16 @@ class Compared:
         floating = [x for x in tensors_in(inputs) if x.is_floating_point()]
         if self.told or not floating:
             return
-        x = floating[0].detach().double()
-        sums = torch.stack([x.new_tensor(x.numel()), x.sum(), x.abs().sum()])
+        x = floating[0].detach().double().flatten()
+        # Each place counts otherwise: the rows of a softmax add up to the same on all ranks.
+        weighed = x @ torch.arange(1.0, len(x) + 1, dtype=x.dtype).cos()
+        sums = torch.stack([x.new_tensor(len(x)), weighed, x.abs().sum()])
         every = all_gather(sums[None], self.place.group)
-        if not every[:, 2].any():
+        largest = every[:, 2].max()
+        if not largest:
             return
         self.told = True
-        whole = torch.allclose(every, sums.expand_as(every), rtol=1e-6, atol=0)
+        whole = bool(((every - every[0]).abs() <= 1e-6 * largest).all())
         inside = self.place.at is not None
         if whole and inside:
             raise RuntimeError(
