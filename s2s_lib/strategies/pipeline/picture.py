@@ -48,10 +48,8 @@ def draw_schedule(schedule: Schedule) -> Picture:
     """The schedule where a rank's forwards of one micro-batch last 1 together and its backwards 2,
     so that a rank with two stages takes 1/2 for a forward of each; I and W are half of B."""
     each = len(schedule.ranks) / schedule.stages
-    halves = schedule.has_halves
-    timetable = (
-        simulate(schedule, each, each, each) if halves else simulate(schedule, each, 2 * each)
-    )
+    back = (each, each) if schedule.has_halves else (2 * each, 0)
+    timetable = simulate(schedule, each, *back)
     length = {"F": each, "B": 2 * each, "I": each, "W": each}
     lasts = ", ".join(f"{kind} lasts {length[kind]:.3g}" for kind in _kinds(schedule))
     return _draw([("", timetable)], "", f"; {lasts}")
@@ -81,20 +79,21 @@ def _draw(tables, unit, note=""):
     scale, pitch = (WIDTH - PAD - left) / total, _pitch(ranks, len(tables))
     rows, bottom = list(_rows(tables, left, top, pitch, scale)), top + pitch * ranks
     crowded = _crowded(rows)
-    shade_of, shades = ((lambda action: 0), [""]) if crowded else _shades(schedule)
-    legend = _legend(schedule, shades)
+    tint_of, tints = ((lambda action: 0), [""]) if crowded else _tints(schedule)
+    legend = _legend(schedule, tints)
     canvas = Canvas(WIDTH, bottom + 28 + 22 * len(legend) + PAD / 2)
     note += "; heights are shares of the time" if crowded else ""
-    if len(shades) > 1 and schedule.feedback:
+    if len(tints) > 1 and schedule.feedback:
         note += "; numbers are tokens, shades requests"
     said = [f"{what}{_numbers(table, unit)}{note}" for what, table in tables]
     _title(canvas, [f"{schedule!r}"[1:-1], *said])
     _tracks(canvas, rows, total, pitch)
     _axis(canvas, (left, top, bottom), total, scale, unit)
     period = sum(tables[0][1].busy) / ranks / schedule.microbatches
-    boxes = (
-        _columns(rows, total, period) if crowded else _boxes(rows, shade_of, schedule, len(shades))
-    )
+    if crowded:
+        boxes = _columns(rows, total, period)
+    else:
+        boxes = _boxes(rows, tint_of, len(tints), schedule.feedback or 1)
     _paint(canvas, list(boxes))
     for line, entries in enumerate(legend):
         canvas.legend(left, bottom + 38 + 22 * line, entries)
@@ -147,7 +146,7 @@ def _crowded(rows):
     return len(spans) > MOST_BOXES or rows[0].scale * busy / len(spans) < NARROWEST
 
 
-def _boxes(rows, shade_of, schedule, shades):
+def _boxes(rows, tint_of, tints, requests):
     """A box for each action, with a white seam where it is wide enough for one; narrow neighbours
     of one colour are one box."""
     for row in rows:
@@ -156,9 +155,9 @@ def _boxes(rows, shade_of, schedule, shades):
             left, right = (_tenth(row.left + row.scale * (t - row.start)) for t in (start, end))
             if left == right:
                 continue
-            width, label = row.scale * (end - start), str(action.micro // (schedule.feedback or 1))
+            width, label = row.scale * (end - start), str(action.micro // requests)
             fits = text_width(label, LABEL) + 2 <= width and row.height >= LABEL + 2
-            fill = _shade(KIND_COLOURS[action.kind], shade_of(action), shades)
+            fill = _shade(KIND_COLOURS[action.kind], tint_of(action), tints)
             looks = fill, width >= 3, label if fits else ""
             box = Box(left, right, row.top, row.height, *looks)
             if last and not box.seam and last.right == left and last[4:] == looks:
@@ -234,7 +233,7 @@ def _axis(canvas, frame, total, scale, unit):
         canvas.text(x, bottom + 14, f"{step * tick:g} {unit if not tick else ''}".strip(), 11)
 
 
-def _shades(schedule):
+def _tints(schedule):
     """Which shade an action has, from 0, and what each is: the request in streaming, else which of
     its rank's stages it is of."""
     if schedule.feedback:
@@ -253,12 +252,12 @@ def _kinds(schedule):
     return [k for k in KINDS if any(a.kind == k for line in schedule.ranks for a in line)]
 
 
-def _legend(schedule, shades):
+def _legend(schedule, tints):
     """Lines of (word, colour): the kinds, and where there are several shades, what each is."""
     kinds = [(f"{kind} {KIND_WORDS[kind]}", KIND_COLOURS[kind]) for kind in _kinds(schedule)]
-    shown = range(len(shades)) if len(shades) <= 5 else (0, len(shades) - 1)
-    tints = [(shades[number], _shade(FAINT, number, len(shades))) for number in shown]
-    return [kinds, tints] if len(shades) > 1 else [kinds]
+    count = len(tints)
+    shown = range(count) if count <= 5 else (0, count - 1)
+    return [kinds, [(tints[n], _shade(FAINT, n, count)) for n in shown]] if count > 1 else [kinds]
 
 
 def _range(stages):

@@ -58,7 +58,8 @@ class Pipeline(nn.Module):
     `stages` is the module of this rank's stage; a list of them where the schedule gives a rank
     several; or all of the model's stages, as `split` returns them, of which each rank keeps its
     own. The whole model is none of these: given on every rank it is taken for a stage on each, and
-    trains P times as deep wherever its output fits its input. `tied` lists weights that live in several stages (default: what `split` has noted on them).
+    trains P times as deep wherever its output fits its input. `tied` lists weights that live in
+    several stages (default: what `split` has noted on them).
 
     `step(x, y)` runs forward and backward of one batch; afterwards `.grad` is what one process
     would have, added to what was there. `loss_fn(output, target)` is a mean over the terms of a

@@ -40,14 +40,15 @@ def tensor_parallel(
     "column", "row", "vocab" or a `Column`, `Row`, `Vocab`.
 
     Parameters keep their names and stay the same objects, with this rank's part as data, cut from
-    the whole weights of the group's first rank: an all_gather of 8 bytes a rank, and W-1 times the
-    module's bytes. What is on the meta device is drawn layer by layer as construction draws it, and
+    the whole weights of the group's first rank: W-1 times the module's bytes, and the plan, which
+    the ranks compare. What is on the meta device is drawn layer by layer as construction draws it, and
     cut before the next: no rank holds the whole. The result does not depend on W.
 
     Forward and backward send, from each rank, for an input of b s h numbers: 2(W-1)/W of them for
     each row layer forward, and backward for each module whose column layers share an input; for an
     embedding forward as much; `vocab_parallel_cross_entropy` says what the loss sends. In training,
-    if the module drops, W-1 messages of 8 bytes a forward.
+    if the module drops, W-1 messages of 8 bytes a forward; in the first, 24 bytes a rank for each
+    layer beside column layers that has uncut parameters or drops.
 
     `sequence_parallel`: between a row layer and the next column layer tensors are [b, s/W, h]. The
     same bytes travel in other operations, and the gradient of each parameter that is not cut in an

@@ -19,6 +19,7 @@ from s2s_lib.collectives.autograd import first_order
 from s2s_lib.collectives.functions import all_gather, all_reduce
 from s2s_lib.collectives.pieces import cuts_of
 from s2s_lib.ranks.group import Group, check_group
+from s2s_lib.strategies.tensor.pairs import in_one_step
 
 
 def vocab_parallel_cross_entropy(
@@ -41,7 +42,8 @@ def vocab_parallel_cross_entropy(
     """
     check_group(group)
     check_shapes(logits, targets, label_smoothing, z_loss)
-    sizes = all_gather(torch.tensor([logits.shape[-1]]), group).tolist()
+    mine = torch.tensor([logits.shape[-1]])
+    sizes = all_gather(mine, group, in_one_step(group)).tolist()
     cuts = cuts_of(sizes)
     counted = targets != ignore_index
     wrong = targets[counted & ((targets < 0) | (targets >= cuts[-1]))]
@@ -61,7 +63,7 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, targets, counted, group, settings):
         cuts, smoothing, z_loss = settings
         wide = torch.promote_types(logits.dtype, torch.float32)
-        z_NV = logits.reshape(-1, logits.shape[-1]).to(wide, copy=True)
+        z_NV = logits.reshape(targets.numel(), logits.shape[-1]).to(wide, copy=True)
         first, size = cuts[group.rank], z_NV.shape[1]
         local_N = (targets.flatten() - first).masked_fill(~counted.flatten(), -1)
         mine_N = (local_N >= 0) & (local_N < size)
@@ -104,6 +106,8 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def check_shapes(logits, targets, label_smoothing, z_loss):
+    if not logits.is_floating_point():
+        raise ValueError(f"logits are {logits.dtype}: give floating-point ones, and int64 targets")
     if logits.dim() < 1 or logits.shape[:-1] != targets.shape or targets.dtype is not torch.int64:
         raise ValueError(
             f"logits {tuple(logits.shape)} need int64 targets of shape {tuple(logits.shape[:-1])}, "
