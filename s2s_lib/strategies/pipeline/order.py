@@ -105,14 +105,16 @@ def _impossible(schedule, stuck, wants):
         for rank in stuck
     }
     # Following who waits for whom ends in a ring, of one rank if what it needs stands after it.
-    first, passed = min(stuck), set()
+    first, passed = min(stuck), []
     while first not in passed:
-        passed.add(first)
+        passed.append(first)
         first = schedule.rank_of[missing[first].stage]
-    alone = schedule.rank_of[missing[first].stage] == first
-    why = "which stands after it" if alone else "which waits in its turn, round a ring"
-    told = "; ".join(f"rank {rank} waits for {missing[rank]} with {a}" for rank, a in stuck.items())
+    ring = [*passed[passed.index(first) :], first]
+    why = ", which stands after it"
+    if len(ring) > 2:
+        why = f"; ranks {', '.join(map(str, ring))} wait in a ring, each for the next"
+    told = "; ".join(f"rank {rank}: {a} waits for {missing[rank]}" for rank, a in stuck.items())
     return (
         f"{schedule.name}: {stuck[first]} of rank {first} can never run: it needs "
-        f"{missing[first]}, {why} ({told})"
+        f"{missing[first]}{why} ({told})"
     )

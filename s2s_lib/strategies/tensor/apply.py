@@ -41,8 +41,8 @@ def tensor_parallel(
 
     Parameters keep their names and stay the same objects, with this rank's part as data, cut from
     the whole weights of the group's first rank: W-1 times the module's bytes, and the plan, which
-    the ranks compare. What is on the meta device is drawn layer by layer as construction draws it, and
-    cut before the next: no rank holds the whole. The result does not depend on W.
+    the ranks compare. What is on the meta device is drawn layer by layer as construction draws it,
+    and cut before the next: no rank holds the whole. The result does not depend on W.
 
     Forward and backward send, from each rank, for an input of b s h numbers: 2(W-1)/W of them for
     each row layer forward, and backward for each module whose column layers share an input; for an

@@ -61,18 +61,19 @@ class Place:
                 # Also where a forward raises, as a checkpoint's does once it has what it needs.
                 holder.register_forward_hook(self.leave, always_call=True)
                 if not self.sequence and self.group.size > 1:
-                    self.compare_inputs(name, holder)
+                    ends = any(child in rows for child in holder.children())
+                    self.compare_inputs(name, holder, ends)
         if self.draws:
             module.register_forward_pre_hook(self.draws.begin)
             module.register_forward_hook(self.draws.end, always_call=True)
 
-    def compare_inputs(self, holder_name, holder):
+    def compare_inputs(self, holder_name, holder, ends):
         for name, layer in holder.named_modules():
             trained = any(p.requires_grad for p in layer.parameters(recurse=False))
             drops = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
             if name and (trained or drops) and not isinstance(layer, Parallel):
                 full = f"{holder_name}.{name}" if holder_name else name
-                layer.register_forward_pre_hook(Compared(self, full))
+                layer.register_forward_pre_hook(Compared(self, full, ends))
 
     def sum_gradients(self, named, cut):
         """Have the gradients of parameters that are not cut summed where that is owed."""
@@ -115,14 +116,16 @@ class Owed:
 
 class Compared:
     """A hook before a layer's forward: RuntimeError where what it gets is whole inside, or cut
-    outside, as far as sums over the tensor tell. Once it has seen more than zeros it rests."""
+    outside, as far as sums over the tensor tell. Once it has seen more than zeros it rests. Outside
+    is looked at only where a row layer `ends` the inside: else nothing is cut there."""
 
-    def __init__(self, place, name):
-        self.place, self.name, self.told = place, name, False
+    def __init__(self, place, name, ends):
+        self.place, self.name, self.ends, self.told = place, name, ends, False
 
     def __call__(self, layer, inputs):
         floating = [x for x in tensors_in(inputs) if x.is_floating_point()]
-        if self.told or not floating:
+        inside = self.place.at is not None
+        if self.told or not floating or not (inside or self.ends):
             return
         x = floating[0].detach().double().flatten()
         # Each place counts otherwise: the rows of a softmax add up to the same on all ranks.
@@ -134,7 +137,6 @@ class Compared:
             return
         self.told = True
         whole = bool(((every - every[0]).abs() <= 1e-6 * largest).all())
-        inside = self.place.at is not None
         if whole and inside:
             raise RuntimeError(
                 f"{self.name} gets the same tensor on all ranks after the column-parallel layers "

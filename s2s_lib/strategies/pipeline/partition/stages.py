@@ -41,7 +41,8 @@ class Stages(list):
 
     def _table(self):
         unit = {"flops": ["Mflop"], "time": ["ms"]}.get(self.by, [])
-        yield ["stage", "layers", "parameters", *unit, "share", "sends"]
+        share = " of ".join(["share", *unit])
+        yield ["stage", "layers", "parameters", *unit, share, "sends"]
         for s, row in enumerate(self.rows):
             layers = " .. ".join(dict.fromkeys([row.layers[0], row.layers[-1]]))
             cost = {"flops": [f"{row.cost / 1e6:,.4g}"], "time": [f"{row.cost * 1e3:.2f}"]}
