@@ -50,6 +50,11 @@ def linear(tensor: torch.Tensor, run, transpose) -> torch.Tensor:
     return _Linear.apply(tensor, run, transpose)
 
 
+def linear_node(node) -> bool:
+    """Whether a node of autograd's graph is one of ours."""
+    return isinstance(node, _Linear._backward_cls)
+
+
 def wants_gradient(tensor, out, op: str = "sum") -> bool:
     """Whether this call must be recorded; ValueError where that is asked for but impossible."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):

@@ -213,7 +213,8 @@ class Half:
     def weight_gradients(self):
         """The second half: adds to the `.grad` of every weight, once, as a backward would."""
         left = Counter(parameter for call, _ in self.found for parameter in call.weights)
-        ready = {p: self.sums.pop(p) for p in self.sums.keys() - left.keys()}
+        # In the order of the layers, which all ranks have: a hook may communicate.
+        ready = {p: self.sums.pop(p) for p in list(self.sums) if p not in left}
         while self.found:
             call, grad = self.found.pop()
             for parameter, own in zip(call.weights, call.gradients(grad), strict=True):

@@ -47,8 +47,7 @@ def tensor_parallel(
     Forward and backward send, from each rank, for an input of b s h numbers: 2(W-1)/W of them for
     each row layer forward, and backward for each module whose column layers share an input; for an
     embedding forward as much; `vocab_parallel_cross_entropy` says what the loss sends. In training,
-    if the module drops, W-1 messages of 8 bytes a forward; in the first, 24 bytes a rank for each
-    layer beside column layers that has uncut parameters or drops.
+    if the module drops, W-1 messages of 8 bytes a forward.
 
     `sequence_parallel`: between a row layer and the next column layer tensors are [b, s/W, h]. The
     same bytes travel in other operations, and the gradient of each parameter that is not cut in an
@@ -60,9 +59,7 @@ def tensor_parallel(
     Gradients are final when `backward()` returns. `clip_grad_norm_` knows what is cut. For data
     parallelism besides, wrap the result in DDP or ZeRO over the group of the ranks with the same
     part (`Mesh`). Layers are called, not read: a weight that a module reads without calling its
-    layer is a part, and what it computes from that is wrong. From a module's first column layer to
-    its row layer all is taken to be cut; a whole tensor used there is noticed (RuntimeError) if it
-    goes into a layer with parameters or a dropout, in the first forward.
+    layer is a part, and what it computes from that is wrong.
 
     ValueError, and nothing is changed: a pattern that matches nothing, a layer that two match, what
     is no Linear or Embedding or has a forward of its own, sizes that do not divide, weights shared
@@ -147,7 +144,7 @@ def follow(module, group, styles, sequence):
     dropping = drops(module)
     place = Place(group, sequence, Draws(group, sequence) if dropping else None)
     place.watch(module, columns, rows)
-    place.sum_gradients(module.named_modules(), is_cut)
+    place.watch_uncut(module.named_modules(), is_cut)
     if not dropping:
         undrawn = Undrawn()
         module.register_forward_pre_hook(undrawn.begin)

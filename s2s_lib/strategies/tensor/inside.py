@@ -3,14 +3,14 @@
 Inside is from the first column-parallel layer of a module to its row-parallel one, or to the
 module's end. Two things depend on it.
 
-*Parameters that are not cut.* Used outside, every rank computes their whole gradient. Used inside
-(the norm of a query's head), each rank computes it from its own heads: a sum is owed. With sequence
-parallel it is owed outside too, where each rank sees its part of the tokens, as norms do.
+*Parameters that are not cut.* Used on whole tensors, every rank computes their whole gradient. Used
+on cut ones (the norm of a query's head), each rank computes it from its own heads: a sum is owed.
+With sequence parallel it is owed everywhere, since each rank sees its part of the tokens. A module
+may use a whole tensor when it is already inside; so what counts here is the graph of the tensor,
+the first time that gradients are recorded, and the place only where there is no graph.
 
-*Random numbers* (draws.py).
-
-A module may use a whole tensor when it is already inside, and no name tells. So what layers with
-parameters, and dropouts, get there is compared between the ranks the first time, 24 bytes each.
+*Random numbers* (draws.py). They are drawn by place; where place and graph differ, a dropout is
+refused.
 """
 
 import functools
@@ -18,9 +18,11 @@ import functools
 import torch
 from torch import nn
 
-from s2s_lib.collectives.functions import all_gather, all_reduce
+from s2s_lib.collectives.autograd import linear_node
+from s2s_lib.collectives.functions import all_reduce
 from s2s_lib.strategies.backward import tensors_in
 from s2s_lib.strategies.tensor.layers import Parallel
+from s2s_lib.strategies.tensor.region import Product
 
 
 class Place:
@@ -34,11 +36,13 @@ class Place:
         # The module whose column layers have been called, and in which backward: in one,
         # checkpoints compute again, and may stop before the row layer.
         self.at = None
+        # Whether what its column layers give has a graph.
+        self.recorded = True
 
-    def enter(self, holder, layer, *_):
+    def enter(self, holder, layer, _, output):
         at = holder, torch._C._current_graph_task_id()
         if self.at != at:
-            self.at = at
+            self.at, self.recorded = at, output.requires_grad
             if self.draws:
                 self.draws.enter(layer)
 
@@ -60,23 +64,13 @@ class Place:
             if own:
                 # Also where a forward raises, as a checkpoint's does once it has what it needs.
                 holder.register_forward_hook(self.leave, always_call=True)
-                if not self.sequence and self.group.size > 1:
-                    ends = any(child in rows for child in holder.children())
-                    self.compare_inputs(name, holder, ends)
         if self.draws:
             module.register_forward_pre_hook(self.draws.begin)
             module.register_forward_hook(self.draws.end, always_call=True)
 
-    def compare_inputs(self, holder_name, holder, ends):
-        for name, layer in holder.named_modules():
-            trained = any(p.requires_grad for p in layer.parameters(recurse=False))
-            drops = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
-            if name and (trained or drops) and not isinstance(layer, Parallel):
-                full = f"{holder_name}.{name}" if holder_name else name
-                layer.register_forward_pre_hook(Compared(self, full, ends))
-
-    def sum_gradients(self, named, cut):
-        """Have the gradients of parameters that are not cut summed where that is owed."""
+    def watch_uncut(self, named, cut):
+        """Sum the gradients of parameters that are not cut where that is owed, and check dropouts;
+        `named` are the parts of the module."""
         owed = {}
         for name, layer in named:
             if isinstance(layer, Parallel):
@@ -86,14 +80,10 @@ class Place:
                 if parameter not in owed:
                     owed[parameter] = Owed(name, self.group, True if self.sequence else None)
                     parameter.register_hook(owed[parameter])
-            if mine and not self.sequence:
-                layer.register_forward_pre_hook(
-                    functools.partial(self.note, [owed[p] for p in mine])
-                )
-
-    def note(self, owed, *_):
-        for one in owed:
-            one.note(self.at is not None)
+            drops = isinstance(layer, nn.modules.dropout._DropoutNd) and self.draws
+            if (mine or drops) and not self.sequence:
+                hook = Watch(self, name, [owed[p] for p in mine], drops)
+                layer.register_forward_pre_hook(hook)
 
 
 class Owed:
@@ -102,50 +92,60 @@ class Owed:
     def __init__(self, name, group, owed):
         self.name, self.group, self.owed = name, group, owed
 
-    def note(self, inside):
-        if self.owed not in (None, inside):
+    def note(self, owed):
+        if self.owed not in (None, owed):
             raise RuntimeError(
                 f"{self.name} is used both where tensors are cut and where they are whole, and its "
                 "gradient would be part of one sum and all of another: use two modules"
             )
-        self.owed = inside
+        self.owed = owed
 
     def __call__(self, grad):
         return all_reduce(grad, self.group) if self.owed else grad
 
 
-class Compared:
-    """A hook before a layer's forward: RuntimeError where what it gets is whole inside, or cut
-    outside, as far as sums over the tensor tell. Once it has seen more than zeros it rests. Outside
-    is looked at only where a row layer `ends` the inside: else nothing is cut there."""
+class Watch:
+    """A hook before the forward of a layer that is not cut: what it gets, whole or cut, and what
+    follows from that. Looked at the first time at each place."""
 
-    def __init__(self, place, name, ends):
-        self.place, self.name, self.ends, self.told = place, name, ends, False
+    def __init__(self, place, name, owed, drops):
+        self.place, self.name, self.owed, self.drops = place, name, owed, drops
+        self.known = {}
 
     def __call__(self, layer, inputs):
-        floating = [x for x in tensors_in(inputs) if x.is_floating_point()]
+        if not torch.is_grad_enabled():
+            return
         inside = self.place.at is not None
-        if self.told or not floating or not (inside or self.ends):
-            return
-        x = floating[0].detach().double().flatten()
-        # Each place counts otherwise: the rows of a softmax add up to the same on all ranks.
-        weighed = x @ torch.arange(1.0, len(x) + 1, dtype=x.dtype).cos()
-        sums = torch.stack([x.new_tensor(len(x)), weighed, x.abs().sum()])
-        every = all_gather(sums[None], self.place.group)
-        largest = every[:, 2].max()
-        if not largest:
-            return
-        self.told = True
-        whole = bool(((every - every[0]).abs() <= 1e-6 * largest).all())
-        if whole and inside:
+        if inside not in self.known:
+            recorded = [x for x in tensors_in(inputs) if x.grad_fn is not None]
+            if not recorded:
+                # Data; or all that came before is frozen, and there is only the place to go by.
+                self.tell(inside and not self.place.recorded, inside)
+                return
+            self.known[inside] = any(map(comes_from_column, recorded))
+        self.tell(self.known[inside], inside)
+
+    def tell(self, cut, inside):
+        for one in self.owed:
+            one.note(cut)
+        if self.drops and cut != inside:
+            state, place = ("cut", "outside of") if cut else ("whole", "inside")
             raise RuntimeError(
-                f"{self.name} gets the same tensor on all ranks after the column-parallel layers "
-                "beside it were called, where tensors are taken to be cut: its gradient and its "
-                "dropout would be wrong. Call it before them, or after the row-parallel layer"
+                f"the dropout {self.name} gets a tensor that is {state} {place} the stretch from "
+                "the column-parallel layers of a module to its row-parallel one, where random "
+                f"numbers are for tensors that are {'whole' if cut else 'cut'}: call it on the "
+                "other side of those layers"
             )
-        if not whole and not inside:
-            raise RuntimeError(
-                f"{self.name} gets another tensor on each rank, as of one that is cut, before the "
-                "column-parallel layers beside it are called, or after the row-parallel one, where "
-                "tensors are taken to be whole. Call it between them"
-            )
+
+
+def comes_from_column(x):
+    """Whether a column layer is behind a tensor in its graph, with no sum over ranks between."""
+    waiting, seen = [x.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Product._backward_cls):
+            return True
+        if node not in seen and not linear_node(node):
+            seen.add(node)
+            waiting += [node for node, _ in node.next_functions if node is not None]
+    return False

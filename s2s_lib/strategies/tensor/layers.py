@@ -170,7 +170,9 @@ class RowParallelLinear(Parallel, nn.Linear):
         if self.bias is None:
             return y
         # On a part of the tokens each rank has a part of the bias's gradient.
-        return y + (copy_to_group(self.bias, self.group) if self.sequence_parallel else self.bias)
+        bias = copy_to_group(self.bias, self.group) if self.sequence_parallel else self.bias
+        # Under autocast the sum is narrower than the bias.
+        return y + bias.to(y.dtype)
 
 
 class VocabParallelEmbedding(Parallel, nn.Embedding):

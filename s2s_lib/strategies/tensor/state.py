@@ -28,7 +28,9 @@ def load_full_state_dict(module: nn.Module, saved: dict[str, torch.Tensor]):
     wrong += [f"unexpected {name}" for name in saved if name not in mine]
     for name in mine.keys() & saved.keys():
         shape = whole_shape(mine[name], *cuts[name]) if name in cuts else mine[name].shape
-        if saved[name].shape != shape:
+        if not isinstance(saved[name], torch.Tensor):
+            wrong.append(f"{name} is no tensor but {saved[name]!r}")
+        elif saved[name].shape != shape:
             wrong.append(f"{name} is {list(saved[name].shape)}, the module has {list(shape)}")
     if wrong:
         raise ValueError(f"this state dict does not fit the module: {'; '.join(sorted(wrong))}")
