@@ -2,7 +2,9 @@
 
 Each wrong answer is one that a reader will write: a bubble over the useful time, ranks counted from
 1, GPipe in the place of 1F1B, a rank's backward before its forward, a warm-up that is one too
-short, a limit on what is held that only one rank keeps, a backward that is not split.
+short, a limit on what is held that only one rank keeps, a backward that is not split, a number left
+out, a return forgotten, a micro-batch that is not there. The first wrong try must not be told the
+answer, or there is no second.
 """
 
 import pytest
@@ -57,22 +59,43 @@ def test_stubs_are_not_attempted(capsys):
     def raises(*given):
         raise NotImplementedError
 
-    check.bubble_of_eight(0.2, ..., ...)
-    for stub in (returns_nothing, raises):
+    def says_what_it_will_do(*given):
+        """A stub with words in it."""
+
+    check.bubble_of_eight(..., ..., ...)
+    for stub in (returns_nothing, raises, says_what_it_will_do):
         check.one_f_one_b(stub)
         check.three_in_flight(stub)
-    assert capsys.readouterr().out == 5 * "not attempted\n"
+    assert capsys.readouterr().out == 7 * "not attempted\n"
 
 
-def test_a_wrong_guess_is_told_which_and_what_it_should_be():
-    said = wrong(check.bubble_of_eight, 7 / 24, 24, 6)
-    assert said == (
-        "bubble of GPipe: got 0.2917, expected 0.2258 (7/31); 7/24 is the share of the useful time"
-    )
-    assert wrong(check.bubble_of_eight, 0.5, 24, 6).endswith("expected 0.2258 (7/31)")
-    assert "got a str" in wrong(check.bubble_of_eight, "7/31", 24, 6)
-    assert wrong(check.bubble_of_eight, 7 / 31, 8, 6).endswith("in GPipe: got 8, expected 24")
-    assert wrong(check.bubble_of_eight, 7 / 31, 24, 7).endswith("in 1F1B: got 7, expected 6")
+def test_half_of_an_answer_is_told_what_is_missing():
+    assert wrong(check.bubble_of_eight, 7 / 31, ..., 6) == "gpipe_holds is still missing"
+    said = wrong(check.bubble_of_eight, 7 / 31, ..., ...)
+    assert said == "gpipe_holds and one_f_one_b_holds are still missing"
+
+    def forgets_to_return(rank, *given):
+        [("F", micro) for micro in range(8)]
+
+    for exercise in (check.one_f_one_b, check.three_in_flight):
+        said = wrong(exercise, forgets_to_return)
+        assert said == "your function returned None; is a return missing?"
+
+
+def test_a_wrong_guess_is_told_which_and_why_and_not_the_answer():
+    bubble, gpipe, one_f_one_b = 7 / 31, 24, 6
+    for guess, told in {
+        (7 / 24, gpipe, one_f_one_b): "0.2917 is not right; 7/24 is the share of the useful time",
+        (22.6, gpipe, one_f_one_b): "got 22.6; give a share from 0 to 1, so 0.5 for 50 %",
+        (0.23, gpipe, one_f_one_b): "0.23 is not right; it is near; give three decimals, or the",
+        (0.5, gpipe, one_f_one_b): "0.5 is not right; how long does a rank wait",
+        ("7/31", gpipe, one_f_one_b): "give a number, got a str",
+        (bubble, 8, one_f_one_b): "gpipe_holds: 8 is not right; how many forwards does rank 2",
+        (bubble, gpipe, 7): "one_f_one_b_holds: 7 is not right; how many forwards",
+    }.items():
+        said = wrong(check.bubble_of_eight, *guess)
+        assert told in said
+        assert not {"7/31", "0.2258", "24", "6"} & set(said.replace(";", "").split())
 
 
 def test_another_schedule_is_told_by_what_it_holds_or_takes():
@@ -94,18 +117,40 @@ def test_an_order_that_cannot_run_names_the_action():
     def forgets_the_last(rank, ranks, microbatches):
         return one_f_one_b(rank, ranks, microbatches)[:-1]
 
-    assert "stage 0 has F of micro-batch 2" in wrong(check.one_f_one_b, forgets_the_last)
+    said = wrong(check.one_f_one_b, forgets_the_last)
+    assert said == "for 1 rank and 3 micro-batches: rank 0 never runs B of 2"
+
+    def forgets_a_weight_gradient(rank):
+        return [action for action in at_most(2, rank, split=True) if action != ("W", 5)]
+
+    said = wrong(check.three_in_flight, forgets_a_weight_gradient)
+    assert said == "with 4 ranks and 8 micro-batches: rank 0 never runs W of 5"
+
+
+def test_a_micro_batch_too_many_is_told_so():
+    said = wrong(check.one_f_one_b, lambda *given: [("F", 2), *one_f_one_b(*given)][::-1])
+    assert "there twice" in said
+    said = wrong(check.one_f_one_b, lambda rank, ranks, M: one_f_one_b(rank, ranks, max(M, 3)))
+    assert said == (
+        "for 4 ranks and 2 micro-batches: the micro-batches are 0 and 1; rank 0 runs F of 2"
+    )
+    said = wrong(check.three_in_flight, lambda rank: [] if rank == 2 else at_most(2, rank, True))
+    assert said == "with 4 ranks and 8 micro-batches: rank 2 does nothing, its list is empty"
 
 
 def test_a_list_of_something_else_is_told_so():
-    for lines in (["F0", "B0"], [3], 3):
+    for lines in (["F0", "B0"], [3], [([1], 0)], 3):
         said = wrong(check.one_f_one_b, lambda *_, lines=lines: lines)
         assert said.endswith(f"micro-batches: give a list of pairs such as ('F', 0), got [{lines}]")
-    assert "0X0 of rank 0 is no action" in wrong(check.one_f_one_b, lambda *_: [("X", 0)])
+    assert "0X0 of rank 0 is no action" in wrong(
+        check.one_f_one_b, lambda *given: [*one_f_one_b(*given), ("X", 0)]
+    )
     said = wrong(check.one_f_one_b, lambda rank, ranks, M: one_f_one_b(rank, ranks, M + 1))
-    assert said == "for 1 rank and 3 micro-batches: it has 4 micro-batches"
+    assert said == (
+        "for 1 rank and 3 micro-batches: the micro-batches are 0 to 2; rank 0 runs F of 3"
+    )
     said = wrong(check.three_in_flight, lambda rank: [("F", micro) for micro in range(8)])
-    assert said == "with 4 ranks and 8 micro-batches: it has no backward"
+    assert said == "with 4 ranks and 8 micro-batches: rank 0 never runs B of 0"
 
 
 def test_the_limits_of_the_third_exercise_are_both_kept():

@@ -11,9 +11,10 @@ import re
 import xml.etree.ElementTree as xml
 
 import pytest
+import torch
 from processes import printed_by
 
-from s2s_lib import draw
+from s2s_lib import draw, split
 from s2s_lib.course import bubbles
 from s2s_lib.strategies.pipeline import picture as pictures
 from s2s_lib.strategies.pipeline import schedule as schedules
@@ -170,7 +171,7 @@ def test_the_title_says_total_and_bubble_and_how_long_the_actions_of_a_schedule_
         "total 33, bubble 27.3 % of total; F lasts 1, B lasts 2",
     ]
     assert words(drawn("zb_h1"))[1].endswith("F lasts 1, I lasts 1, W lasts 1")
-    assert words(drawn("dualpipev"))[1].endswith("F lasts 1, B lasts 2, I lasts 1, W lasts 1")
+    assert words(drawn("dualpipev"))[1].endswith("F lasts 0.5, B lasts 1, I lasts 0.5, W lasts 0.5")
     assert words(drawn("forward_only"))[1] == "total 11, bubble 27.3 % of total; F lasts 1"
     assert words(drawn("measured"))[1:3] == [
         "upper rows, simulated: total 0.33 s, bubble 27.3 % of total",
@@ -179,6 +180,50 @@ def test_the_title_says_total_and_bubble_and_how_long_the_actions_of_a_schedule_
     assert "0 s" in words(drawn("measured")) and "heights are shares" in words(drawn("64 x 512"))[1]
     assert words(drawn("one action"))[1] == "total 1, bubble 0.0 % of total"
     assert len(words(drawn("long name"))[0]) < 120
+
+
+def test_schedules_of_one_model_are_drawn_in_one_unit():
+    """A rank's forward of one micro-batch lasts 1, in however many stages it has them."""
+    assert words(drawn("interleaved"))[1] == (
+        "total 28.5, bubble 15.8 % of total; F lasts 0.5, B lasts 1"
+    )
+    for name in ("1F1B", "ZB-H2", "ZBV", "looped breadth-first", "interleaved 1F1B"):
+        plan = bubbles.built(name, 4, 8)
+        said = words(pictures.draw_schedule(plan))[1]
+        assert said.startswith(f"total {bubbles.timed(plan).total:.4g}, bubble")
+        assert f"bubble {100 * simulate(plan).bubble:.1f} %" in said
+
+
+def test_the_table_of_stages_says_of_what_a_share_is():
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
+    for by, head in {"params": "share", "flops": "share of Mflop", "time": "share of ms"}.items():
+        said = str(split(model, 2, by=by, example=torch.ones(1, 3))).splitlines()[0]
+        assert head in re.split("  +", said)
+
+
+def test_streaming_numbers_the_tokens_and_shades_the_requests():
+    plan = schedules.streaming(2, requests=3, tokens=4)
+    picture = pictures.draw_schedule(plan)
+    assert {"request 0", "request 1", "request 2"} <= set(words(picture))
+    assert words(picture)[1].endswith("F lasts 1; numbers are tokens, shades requests")
+    labels = [
+        text
+        for tag, g, text in shapes(picture)
+        if tag == "text" and g["font-size"] == str(pictures.LABEL)
+    ]
+    assert labels == 2 * [str(token) for token in range(4) for _ in range(3)]
+    fills = [box[4] for box in boxes(picture)]
+    assert len(set(fills)) == 3 and fills == 2 * 4 * fills[:3]
+    alone = pictures.draw_schedule(schedules.streaming(2, requests=1, tokens=4))
+    assert len({box[4] for box in boxes(alone)}) == 1 and "request" not in " ".join(words(alone))
+
+
+def test_a_schedule_and_a_timetable_save_the_picture_they_show(tmp_path):
+    plan = PLANS["zb_h1"]
+    plan.save(tmp_path / "plan.svg")
+    ONE.save(str(tmp_path / "times.svg"))
+    assert (tmp_path / "plan.svg").read_text() == drawn("zb_h1").svg
+    assert (tmp_path / "times.svg").read_text() == drawn("1F1B").svg
 
 
 def test_the_numbers_in_the_boxes_are_the_micro_batches_in_the_order_of_the_schedule():
@@ -273,7 +318,7 @@ class Axes:
         pass
 
     def legend(self, **look):
-        pass
+        self.at = look["bbox_to_anchor"]
 
 
 def test_simulated_bubbles_lie_on_the_formulas_and_the_axis_names_the_denominator():
@@ -293,6 +338,8 @@ def test_simulated_bubbles_lie_on_the_formulas_and_the_axis_names_the_denominato
     assert drawn == [(list(found["GPipe"]), list(found["GPipe"].values()))]
     curves = [(x, y) for mark, x, y, _ in axes.lines if mark == "-" and x]
     assert len(curves) == 4 and curves[1][1][7] == pytest.approx(3 / 11)
+    # The legend lies right of the axes: no curve runs through it.
+    assert axes.at[0] >= 1
 
 
 def test_bubbles_grow_with_ranks_and_with_transfer():

@@ -5,12 +5,14 @@ fails in the middle of a batch, on one rank, must be what the launch tells, not 
 of the others.
 """
 
+import sys
 import time
 
 import pytest
+import torch
 from pipeline_training import Layers, assert_gradients, batch, mean_square, run, stages
 
-from s2s_lib import Pipeline, RankError, launch, schedule
+from s2s_lib import Pipeline, RankError, generate, launch, schedule
 
 # Wrong calls
 
@@ -56,6 +58,12 @@ def refusals(world):
     yield "no loss", lambda p: pipeline(None).step(x, y), "loss_fn"
     yield "nothing counts", lambda p: pipeline(count=lambda y: 0).step(x, y), "mean of nothing"
     yield "count fails", lambda p: pipeline(count=lambda y: y.none).step(x, y), "none"
+    yield (
+        "a schedule's name",
+        lambda p: built(plan="gpipe"),
+        "'gpipe': give a Schedule, as",
+    )
+    yield "its builder", lambda p: built(plan=schedule.gpipe), "schedule.gpipe(4, 8) returns one"
     yield "two modules", lambda p: built([Layers(0)] * 2), "rank 0: got 2 modules"
     yield (
         "one rank has two modules",
@@ -200,6 +208,60 @@ def test_a_stage_that_fails_is_what_is_told(name, how, words):
         launch(work, ranks=3, timeout=60)
     assert time.monotonic() - began < 30
     assert words in caught.value.summary and caught.value.rank == 1
+    if how != "raise" or sys.version_info < (3, 11):
+        return
+    # Third of its forwards: in both schedules of the middle of three stages that is micro-batch 2.
+    assert "in 1F2: forward of stage 1, micro-batch 2" in str(caught.value)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no notes on exceptions before 3.11")
+@pytest.mark.parametrize("name, where", [("gpipe", "1B0: backward"), ("zb_h1", "1I0: input gradi")])
+def test_an_error_in_a_backward_tells_its_action_once(name, where):
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ZeroDivisionError("on the way back")
+
+    class Stage(Layers):
+        def forward(self, x):
+            return Bad.apply(super().forward(x))
+
+    def work(world):
+        module = (Stage if world.rank else Layers)(world.rank)
+        pipeline = Pipeline(module, world, schedule.BUILDERS[name](2, 4), mean_square)
+        pipeline.step(*batch())
+
+    with pytest.raises(RankError, match="on the way back") as caught:
+        launch(work, ranks=2, timeout=60)
+    assert str(caught.value).count(f"in {where}") == 1 == str(caught.value).count("\nin ")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no notes on exceptions before 3.11")
+def test_an_error_in_generation_tells_its_action():
+    def work(world):
+        pipeline = Pipeline(Layers(world.rank), world, schedule.forward_only(2, 1))
+        generate(pipeline, [torch.zeros(3, dtype=torch.long)], tokens=2)
+
+    with pytest.raises(RankError) as caught:
+        launch(work, ranks=2, timeout=60)
+    assert "in 0F0: forward of stage 0, micro-batch 0" in str(caught.value)
+
+
+def test_a_step_that_one_rank_alone_calls_is_advised_to_check_only_where_that_is_off():
+    def work(world):
+        pipeline = Pipeline(Layers(world.rank), world, schedule.gpipe(2, 4), mean_square)
+        if world.rank:
+            pipeline.step(*batch())
+
+    for check in (False, True):
+        with pytest.raises(RankError, match="waited for each other") as caught:
+            launch(work, ranks=2, timeout=0.5, check=check)
+        assert "its function has returned" in str(caught.value)
+        assert ("With check=True" in str(caught.value)) is not check
 
 
 @pytest.mark.parametrize("how, shape", [("other shape", "[1, 6]"), ("other dtype", "float32")])

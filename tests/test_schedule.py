@@ -481,18 +481,19 @@ def test_ranks_that_wait_for_each_other_are_told():
     with pytest.raises(ValueError) as error:
         mine("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
     assert "0B0 of rank 0 can never run: it needs 1B0" in str(error.value)
-    assert "rank 0 waits for 1B0 with 0B0; rank 1 waits for 0F1 with 1F1" in str(error.value)
+    assert "; ranks 0, 1, 0 wait in a ring, each for the next (rank 0: " in str(error.value)
+    assert "(rank 0: 0B0 waits for 1B0; rank 1: 1F1 waits for 0F1)" in str(error.value)
 
 
 def test_the_action_named_is_on_the_ring_not_behind_it():
     # Ranks 1 and 2 wait for each other, and rank 0 for rank 1.
-    with pytest.raises(ValueError, match="1B0 of rank 1 can never run: it needs 2B0"):
+    with pytest.raises(ValueError, match="1B0 of rank 1 .* it needs 2B0; ranks 1, 2, 1 wait"):
         mine("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B0 2B1")
 
 
 def test_a_ring_of_three_ranks_is_found():
-    lines = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B0 2B1")
-    with pytest.raises(ValueError, match="can never run: it needs .*, which waits in its turn"):
+    lines = ("0F0 3F0 0B0 3B0", "1F0 4F0 4B0 1B0", "2F0 5F0 5B0 2B0")
+    with pytest.raises(ValueError, match="it needs 1B0; ranks 0, 1, 2, 0 wait in a ring"):
         mine(*lines)
 
 

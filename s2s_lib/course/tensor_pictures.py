@@ -102,7 +102,7 @@ SENT = {
     False: {"in": ("", "all_reduce"), "out": ("all_reduce", "")},
     True: {"in": ("all_gather", "reduce_scatter"), "out": ("reduce_scatter", "all_gather")},
 }
-GAP = 26
+GAP = 24
 
 
 def draw_block() -> Picture:
@@ -114,7 +114,7 @@ def draw_block() -> Picture:
         canvas.text(PAD, PAD + 132 * number, title, anchor="start", bold=True)
         line_of_steps(canvas, PAD + 132 * number + 42, sequence)
     legend = [("whole", WHOLE), ("features cut", FEATURES), ("tokens cut", TOKENS)]
-    canvas.legend(PAD + 60, 2 * 132 + 18, legend)
+    canvas.legend(PAD + 70, 2 * 132 + 18, legend)
     return canvas.picture(
         "A block. Tensor parallel: norms whole; all_reduce after o and after down forward, before "
         "q k v and before gate up backward. With sequence parallel: norms on a part of the tokens; "
@@ -126,7 +126,7 @@ def draw_block() -> Picture:
 def line_of_steps(canvas, top, sequence):
     canvas.text(PAD, top - 8, "forward →", 11, "start", FAINT)
     canvas.text(PAD, top + 46, "← backward", 11, "start", FAINT)
-    left, was = PAD + 60, False
+    left, was = PAD + 70, False
     for name, inside, width in STEPS:
         if inside != was:
             forward, backward = SENT[sequence]["in" if inside else "out"]
