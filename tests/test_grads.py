@@ -177,6 +177,11 @@ def test_limits_and_kinds_of_norm_that_are_none_are_refused(bad):
         clip_grad_norm_(model, 1.0, bad)
 
 
+def test_parameters_instead_of_the_module_are_refused():
+    with pytest.raises(ValueError, match="not its parameters"):
+        clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
+
+
 def test_a_rank_that_does_not_call_it_is_told_of_at_the_timeout():
     def work(world):
         model = ZeRO(Vector(4), world, 2)

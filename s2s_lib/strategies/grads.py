@@ -79,6 +79,11 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 
     together send 2(W-1) numbers of 8 bytes. With a pipeline, give the `Pipeline`: one of its stages
     alone would give the norm of that stage.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(
+            f"model={type(model).__name__}: give the module itself, not its parameters as torch's "
+            "clip_grad_norm_ takes them; with a pipeline, the Pipeline"
+        )
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
             raise ValueError(f"{name}={value!r}: give a number above 0")
