@@ -327,24 +327,28 @@ class Selective(nn.Module):
 
 
 def test_a_part_of_the_inside_computed_again_drops_the_same():
-    def gradients(world, run):
+    def gradients(world, run, parts):
         torch.manual_seed(0)
-        model = nn.Sequential(Selective(), Selective(), Selective()).double()
+        model = nn.Sequential(*[Selective() for _ in range(parts)]).double()
         for part in model:
             part.run = run
         tensor_parallel(model, world, {"*.up": "column", "*.down": "row"})
         x = torch.linspace(-1, 1, 80, dtype=torch.float64).view(10, 8)
         torch.manual_seed(3)
         for _ in range(2):
-            model(x).square().sum().backward()
+            # Two forwards, and then the backward of each.
+            for loss in [model(x + i).square().sum() for i in range(2)]:
+                loss.backward()
         return [p.grad for p in model.parameters()], torch.get_rng_state()
 
     def work(world):
-        return [gradients(world, run) for run in (lambda function, x: function(x), recomputed)]
+        runs = lambda function, x: function(x), recomputed
+        return [[gradients(world, run, parts) for run in runs] for parts in (1, 3)]
 
-    for (want, state), (got, its_state) in launch(work, ranks=2):
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        assert torch.equal(state, its_state)
+    for results in launch(work, ranks=2):
+        for (want, state), (got, its_state) in results:
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+            assert torch.equal(state, its_state)
 
 
 # What is left of torch's random numbers, and what is sent

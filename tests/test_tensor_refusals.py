@@ -115,8 +115,8 @@ def a_mlp():
 def test_sizes_that_do_not_divide_are_named_with_what_would():
     def cases(world):
         wide = a_chain(linear(8, 15), nn.Tanh, linear(15, 8))
-        heads = "12 outputs of 4 numbers (3 heads) do not cut into 4 equal parts; 1, 3 ranks"
-        shared = "8 outputs of 4 numbers (2 heads) do not cut into 4 equal parts; 1, 2 ranks"
+        heads = "3 heads of 4 (12 outputs) do not cut into 4 equal parts; 1, 3 ranks"
+        shared = "2 heads of 4 (8 outputs) do not cut into 4 equal parts; 1, 2 ranks"
         blocks = {"0": Column(blocks=2), "2": "row"}
         fused = a_chain(linear(8, 12), nn.Tanh, linear(12, 8))
         return {

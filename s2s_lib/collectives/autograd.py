@@ -35,24 +35,25 @@ class _Linear(torch.autograd.Function):
     """forward: run    backward: transpose"""
 
     @staticmethod
-    def forward(ctx, tensor, run, transpose):
-        ctx.transpose = transpose
+    def forward(ctx, tensor, run, transpose, gives):
+        ctx.transpose, ctx.gives = transpose, gives
         return run(tensor.detach())
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        return ctx.transpose(grad), None, None
+        return ctx.transpose(grad), None, None, None
 
 
-def linear(tensor: torch.Tensor, run, transpose) -> torch.Tensor:
-    """`run(tensor)`, through which gradients flow back by `transpose`."""
-    return _Linear.apply(tensor, run, transpose)
+def linear(tensor: torch.Tensor, run, transpose, gives: str = "whole") -> torch.Tensor:
+    """`run(tensor)`, through which gradients flow back by `transpose`. `gives` notes in the graph
+    what comes out: "whole" (or summed), "cut", or "as it was"."""
+    return _Linear.apply(tensor, run, transpose, gives)
 
 
-def linear_node(node) -> bool:
-    """Whether a node of autograd's graph is one of ours."""
-    return isinstance(node, _Linear._backward_cls)
+def given_by(node) -> str:
+    """What a node of autograd's graph gives, if it is one of ours; of others "as it was"."""
+    return node.gives if isinstance(node, _Linear._backward_cls) else "as it was"
 
 
 def wants_gradient(tensor, out, op: str = "sum") -> bool:

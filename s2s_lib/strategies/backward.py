@@ -37,6 +37,12 @@ class Backward:
         self.at_end()
 
 
+def current_backward() -> int | None:
+    """The number of the backward that this thread runs, or None."""
+    number = torch._C._current_graph_task_id()
+    return None if number < 0 else number
+
+
 def weakly(method, *args):
     """`method` with these first arguments, for a hook of a parameter: torch keeps such hooks out
     of the garbage collector's sight, so what they hold, and all that it holds, is never freed."""

@@ -1,11 +1,16 @@
-"""What ZeRO can be asked for, and that all ranks ask a strategy for the same."""
+"""What ZeRO can be asked for, and that all ranks ask for the same."""
 
 import torch
 from torch import nn
 
 from s2s_lib.ranks.group import Group, check_group
 from s2s_lib.strategies.grads import refuse_cut_over
-from s2s_lib.strategies.replicas import check_same, check_tiles, exchange, refuse_claimed
+from s2s_lib.strategies.replicas import (
+    check_options_same,
+    check_same,
+    check_tiles,
+    refuse_claimed,
+)
 
 
 def check_options(module, group, replicate, stage, param_dtype, sync_every):
@@ -39,21 +44,8 @@ def check_ranks(module, group: Group, replicate: Group | None, options: dict):
     """ValueError unless all ranks built one module, give the same options and lie in a box."""
     options = options | {"replicate": replicate and replicate.size}
     check_same(module, group)
-    check_options_same(options, group)
+    check_options_same(options, group, "ZeRO")
     if replicate is not None:
-        check_options_same(options, replicate)
+        check_options_same(options, replicate, "ZeRO")
         check_tiles(group, replicate)
         check_same(module, replicate)
-
-
-def check_options_same(options, group, strategy="ZeRO"):
-    """ValueError on all ranks of the group, naming the first option that differs."""
-    mine = [f"{name}={value}" for name, value in options.items()]
-    said = [text.decode().splitlines() for text in exchange("\n".join(mine).encode(), group)]
-    for rank, theirs in enumerate(said):
-        for first, other in zip(said[0], theirs, strict=True):
-            if first != other:
-                raise ValueError(
-                    f"the ranks give {strategy} different options: {first} on rank 0 and {other} "
-                    f"on rank {rank} of group {list(group.ranks)}"
-                )

@@ -59,6 +59,19 @@ def _difference(first, theirs, rank):
     )
 
 
+def check_options_same(options, group, strategy: str):
+    """ValueError on all ranks of the group, naming the first option that differs."""
+    mine = [f"{name}={value}" for name, value in options.items()]
+    said = [text.decode().splitlines() for text in exchange("\n".join(mine).encode(), group)]
+    for rank, theirs in enumerate(said):
+        for first, other in zip(said[0], theirs, strict=True):
+            if first != other:
+                raise ValueError(
+                    f"the ranks give {strategy} different options: {first} on rank 0 and {other} "
+                    f"on rank {rank} of group {list(group.ranks)}"
+                )
+
+
 def copy_from(tensors: list[torch.Tensor], group: Group, root: int = 0):
     """Overwrite the values of these tensors with those of one rank of the group.
 

@@ -13,8 +13,12 @@ from torch import nn
 from s2s_lib.ranks.group import Group, check_group
 from s2s_lib.strategies.grads import is_cut
 from s2s_lib.strategies.materialise import materialise
-from s2s_lib.strategies.options import check_options_same
-from s2s_lib.strategies.replicas import check_same, copy_from, refuse_claimed
+from s2s_lib.strategies.replicas import (
+    check_options_same,
+    check_same,
+    copy_from,
+    refuse_claimed,
+)
 from s2s_lib.strategies.tensor.draws import Draws, Undrawn, drops
 from s2s_lib.strategies.tensor.inside import Place
 from s2s_lib.strategies.tensor.layers import (
@@ -25,7 +29,7 @@ from s2s_lib.strategies.tensor.layers import (
     become,
     block_sizes,
 )
-from s2s_lib.strategies.tensor.plan import Column, Row, check_plan, match, parent_of
+from s2s_lib.strategies.tensor.plan import Column, Row, check_plan, holder_of, match
 from s2s_lib.strategies.tensor.region import SEQUENCE_DIM, Entrance
 
 
@@ -40,31 +44,35 @@ def tensor_parallel(
     "column", "row", "vocab" or a `Column`, `Row`, `Vocab`.
 
     Parameters keep their names and stay the same objects, with this rank's part as data, cut from
-    the whole weights of the group's first rank: W-1 times the module's bytes, and the plan, which
-    the ranks compare. What is on the meta device is drawn layer by layer as construction draws it,
-    and cut before the next: no rank holds the whole. The result does not depend on W.
+    the weights of the group's first rank, which sends them to all: W-1 times the module's bytes,
+    and the plan, to compare it. What is on the meta device is drawn layer by layer as construction
+    draws it, and cut before the next: no rank holds the whole. The result does not depend on W.
 
-    Forward and backward send, from each rank, for an input of b s h numbers: 2(W-1)/W of them for
-    each row layer forward, and backward for each module whose column layers share an input; for an
-    embedding forward as much; `vocab_parallel_cross_entropy` says what the loss sends. In training,
-    if the module drops, W-1 messages of 8 bytes a forward.
+    Forward and backward send, on average from each rank, for an input of b s h numbers: 2(W-1)/W of
+    them for each row layer forward, and backward for each module whose column layers share an
+    input; for an embedding forward as much; `vocab_parallel_cross_entropy` says what the loss
+    sends. In training, if the module drops, W-1 messages of 8 bytes a forward.
 
     `sequence_parallel`: between a row layer and the next column layer tensors are [b, s/W, h]. The
     same bytes travel in other operations, and the gradient of each parameter that is not cut in an
-    all_reduce. Embeddings give, and norms see, this rank's part of the tokens; so does whoever gets
-    the module's output, unless a column layer is last. What mixes tokens, attention above all, must
-    begin with column layers. `regather` then keeps only s/W of a column layer's input for backward,
-    and sends (W-1)/W of b s h once more for each module with column layers.
+    all_reduce. Embeddings give, and norms see, this rank's part of the tokens. What mixes tokens,
+    attention above all, must begin with column layers. If no column layer is last, the output is
+    this rank's tokens too: let each rank's loss be its term of one sum over all tokens, or put the
+    output together by `gather_from_group(y, group, -2)`. `regather` keeps only s/W of a column
+    layer's input for backward, and sends (W-1)/W of b s h once more for each module with column
+    layers.
 
     Gradients are final when `backward()` returns. `clip_grad_norm_` knows what is cut. For data
     parallelism besides, wrap the result in DDP or ZeRO over the group of the ranks with the same
     part (`Mesh`). Layers are called, not read: a weight that a module reads without calling its
-    layer is a part, and what it computes from that is wrong.
+    layer is a part, and what it computes from that is wrong. An Embedding's own forward gets this
+    rank's row numbers. An attention must count its heads by the width of what its layers give, as
+    our GPT and the Llama of transformers do.
 
     ValueError, and nothing is changed: a pattern that matches nothing, a layer that two match, what
-    is no Linear or Embedding or has a forward of its own, sizes that do not divide, weights shared
-    with a layer that is cut otherwise, ranks that disagree. (Shoeybi et al., arXiv:1909.08053;
-    Korthikanti et al., arXiv:2205.05198.)
+    is no Linear or Embedding, a Linear with a forward of its own, sizes that do not divide, weights
+    shared with a layer that is cut otherwise, ranks that disagree. (Shoeybi et al.,
+    arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.)
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"tensor_parallel takes a torch.nn.Module, got {module!r}")
@@ -103,8 +111,8 @@ def sharers(module, styles):
     for name in styles:
         layer = module.get_submodule(name)
         if isinstance(layer, nn.Linear) and not isinstance(styles[name], Row):
-            parent = module.get_submodule(parent_of(name))
-            in_a_row = isinstance(parent, (nn.Sequential, nn.ModuleList))
+            parent = module.get_submodule(holder_of(module, name))
+            in_a_row = isinstance(parent, nn.Sequential)
             key = name if in_a_row else (parent, layer.in_features)
             alike.setdefault(key, (parent, []))[1].append(layer)
     return list(alike.values())
@@ -138,13 +146,17 @@ def make_parallel(layer, group, style, sequence):
 
 def follow(module, group, styles, sequence):
     """Hooks around the forward: see inside.py and draws.py."""
-    layers = [module.get_submodule(name) for name in styles]
-    columns = [m for m in layers if isinstance(m, ColumnParallelLinear) and not m.gather]
-    rows = [m for m in layers if isinstance(m, RowParallelLinear)]
+    columns, rows = {}, []
+    for name in styles:
+        layer = module.get_submodule(name)
+        if isinstance(layer, RowParallelLinear):
+            rows.append(layer)
+        elif isinstance(layer, ColumnParallelLinear) and not layer.gather:
+            columns.setdefault(holder_of(module, name), []).append(layer)
     dropping = drops(module)
     place = Place(group, sequence, Draws(group, sequence) if dropping else None)
     place.watch(module, columns, rows)
-    place.watch_uncut(module.named_modules(), is_cut)
+    place.watch_uncut(module, columns)
     if not dropping:
         undrawn = Undrawn()
         module.register_forward_pre_hook(undrawn.begin)

@@ -38,12 +38,8 @@ class Cut:
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """The whole from the parts of all ranks."""
-        shape = list(parts[0].shape)
-        shape[self.dim] = sum(self.blocks)
-        whole = parts[0].new_empty(shape)
-        for rank, part in enumerate(parts):
-            bounds = self.bounds(rank)
-            pieces = part.split([b - a for a, b in bounds], self.dim)
-            for (a, b), piece in zip(bounds, pieces, strict=True):
-                whole.narrow(self.dim, a, b - a).copy_(piece)
-        return whole
+        pieces = [
+            part.split([b - a for a, b in self.bounds(rank)], self.dim)
+            for rank, part in enumerate(parts)
+        ]
+        return torch.cat([p for block in zip(*pieces, strict=True) for p in block], self.dim)

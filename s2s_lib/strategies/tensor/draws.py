@@ -9,7 +9,8 @@ other rank, and seeds torch's own generator from it and from the list of ranks: 
 other data, draw others. Inside (inside.py) a rank seeds it anew from a number drawn there and from
 its place, and puts it back after. With sequence parallel all is cut, and the place counts from the
 beginning. Nothing but torch's generator has a state, so a checkpoint, which puts that back before
-it computes again, gets the same masks.
+it computes again, gets the same masks. (The CPU's generator: another device's would have to
+be seeded with it.)
 """
 
 import hashlib
@@ -18,8 +19,10 @@ import torch
 from torch import nn
 
 from s2s_lib.collectives.functions import broadcast
+from s2s_lib.strategies.backward import current_backward
 
-MOST = 2**62
+# Of a number drawn, and of a seed: within what torch takes as one.
+BITS = 56
 
 
 class Draws:
@@ -30,7 +33,7 @@ class Draws:
     def begin(self, module, _):
         self.shared = None
         if any(part.training for part in module.modules()):
-            number = broadcast(drawn(), self.group).item()
+            number = broadcast(draw_number(), self.group).item()
             self.outside = torch.get_rng_state()
             reseed(number, self.group.ranks, self.group.rank if self.sequence else None)
 
@@ -41,13 +44,13 @@ class Draws:
 
     def enter(self, layer):
         if layer.training:
-            if self.outside is None and torch._C._current_graph_task_id() < 0:
+            if self.outside is None and current_backward() is None:
                 raise RuntimeError(
                     "a part of a tensor-parallel module is called by itself in training, and ranks "
                     "agree on random numbers when the whole module is called: call that, or apply "
                     "tensor_parallel to the part"
                 )
-            number = drawn().item()
+            number = draw_number().item()
             self.shared = torch.get_rng_state()
             reseed(number, self.group.ranks, self.group.rank)
 
@@ -57,12 +60,12 @@ class Draws:
             self.shared = None
 
 
-def drawn():
-    return torch.randint(MOST, (1,), device="cpu")
+def draw_number():
+    return torch.randint(2**BITS, (1,), device="cpu")
 
 
 def reseed(*what):
-    digest = hashlib.blake2b(repr(what).encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=BITS // 8).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest, "big"))
 
 

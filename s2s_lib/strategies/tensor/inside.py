@@ -17,10 +17,12 @@ import functools
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from s2s_lib.collectives.autograd import linear_node
+from s2s_lib.collectives.autograd import given_by
 from s2s_lib.collectives.functions import all_reduce
-from s2s_lib.strategies.backward import tensors_in
+from s2s_lib.strategies.backward import current_backward, tensors_in
+from s2s_lib.strategies.grads import is_cut
 from s2s_lib.strategies.tensor.layers import Parallel
 from s2s_lib.strategies.tensor.region import Product
 
@@ -30,17 +32,29 @@ class Place:
 
     def __init__(self, group, sequence, draws):
         self.group, self.sequence, self.draws = group, sequence, draws
+        self.owed = WeakIdKeyDictionary()
         self.forget()
 
-    def forget(self, *_):
-        # The module whose column layers have been called, and in which backward: in one,
-        # checkpoints compute again, and may stop before the row layer.
+    def forget(self):
+        # The module whose column layers have been called, and in which backward it was:
+        # checkpoints call them again there, and may stop before the row layer.
         self.at = None
         # Whether what its column layers give has a graph.
         self.recorded = True
 
+    def begin(self, module, *_):
+        """A forward of the whole module begins."""
+        self.forget()
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter not in self.owed and not is_cut(parameter):
+                raise RuntimeError(
+                    f"{name} was frozen or not there when tensor_parallel was called, and is to be "
+                    "trained now: its gradient might be that of this rank's part alone. Unfreeze "
+                    "and add first, then cut; freezing later is fine"
+                )
+
     def enter(self, holder, layer, _, output):
-        at = holder, torch._C._current_graph_task_id()
+        at = holder, current_backward()
         if self.at != at:
             self.at, self.recorded = at, output.requires_grad
             if self.draws:
@@ -52,45 +66,45 @@ class Place:
             if self.draws:
                 self.draws.leave()
 
-    def watch(self, module: nn.Module, columns: list, rows: list):
-        """Follow a module: `columns` begin the inside, `rows` and the holders of columns end it."""
-        module.register_forward_pre_hook(self.forget)
+    def watch(self, module: nn.Module, columns: dict, rows: list):
+        """Follow a module: `columns`, by the name of the module that calls them, begin the inside;
+        `rows`, and the end of that module, end it."""
+        module.register_forward_pre_hook(self.begin)
         for layer in rows:
             layer.register_forward_pre_hook(self.leave)
-        for name, holder in module.named_modules():
-            own = [child for child in holder.children() if child in columns]
-            for layer in own:
+        for name, layers in columns.items():
+            for layer in layers:
                 layer.register_forward_hook(functools.partial(self.enter, name))
-            if own:
-                # Also where a forward raises, as a checkpoint's does once it has what it needs.
-                holder.register_forward_hook(self.leave, always_call=True)
+            # Also where a forward raises, as a checkpoint's does once it has what it needs.
+            module.get_submodule(name).register_forward_hook(self.leave, always_call=True)
         if self.draws:
             module.register_forward_pre_hook(self.draws.begin)
             module.register_forward_hook(self.draws.end, always_call=True)
 
-    def watch_uncut(self, named, cut):
-        """Sum the gradients of parameters that are not cut where that is owed, and check dropouts;
-        `named` are the parts of the module."""
-        owed = {}
-        for name, layer in named:
-            if isinstance(layer, Parallel):
-                continue
-            mine = [p for p in layer.parameters(recurse=False) if p.requires_grad and not cut(p)]
+    def watch_uncut(self, module, columns):
+        """Sum gradients of parameters that are not cut where that is owed, and check dropouts."""
+        for name, layer in module.named_modules():
+            own = layer.parameters(recurse=False)
+            mine = [p for p in own if p.requires_grad and not is_cut(p)]
             for parameter in mine:
-                if parameter not in owed:
-                    owed[parameter] = Owed(name, self.group, True if self.sequence else None)
-                    parameter.register_hook(owed[parameter])
+                if parameter not in self.owed:
+                    beside = any(holder and name.startswith(f"{holder}.") for holder in columns)
+                    owed = Owed(name, self.group, True if self.sequence else None, beside)
+                    self.owed[parameter] = owed
+                    if not isinstance(layer, Parallel):
+                        parameter.register_hook(owed)
             drops = isinstance(layer, nn.modules.dropout._DropoutNd) and self.draws
-            if (mine or drops) and not self.sequence:
-                hook = Watch(self, name, [owed[p] for p in mine], drops)
-                layer.register_forward_pre_hook(hook)
+            if (mine or drops) and not (self.sequence or isinstance(layer, Parallel)):
+                hook = Watch(self, name, [self.owed[p] for p in mine], drops)
+                layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 class Owed:
-    """A hook of a parameter: sums its gradient over the group, if that is owed."""
+    """A hook of a parameter: sums its gradient over the group, if that is owed. `beside` column
+    layers, a parameter of a layer that nobody called may be anything."""
 
-    def __init__(self, name, group, owed):
-        self.name, self.group, self.owed = name, group, owed
+    def __init__(self, name, group, owed, beside):
+        self.name, self.group, self.owed, self.beside = name, group, owed, beside
 
     def note(self, owed):
         if self.owed not in (None, owed):
@@ -101,6 +115,12 @@ class Owed:
         self.owed = owed
 
     def __call__(self, grad):
+        if self.owed is None and self.beside:
+            raise RuntimeError(
+                f"a parameter of {self.name} has a gradient, and {self.name} was not called: it "
+                "cannot be seen whether it was used on whole or on cut tensors. Call the layer, do "
+                "not read its parameters"
+            )
         return all_reduce(grad, self.group) if self.owed else grad
 
 
@@ -112,12 +132,12 @@ class Watch:
         self.place, self.name, self.owed, self.drops = place, name, owed, drops
         self.known = {}
 
-    def __call__(self, layer, inputs):
+    def __call__(self, layer, args, kwargs):
         if not torch.is_grad_enabled():
             return
         inside = self.place.at is not None
         if inside not in self.known:
-            recorded = [x for x in tensors_in(inputs) if x.grad_fn is not None]
+            recorded = [x for x in tensors_in((args, kwargs)) if x.grad_fn is not None]
             if not recorded:
                 # Data; or all that came before is frozen, and there is only the place to go by.
                 self.tell(inside and not self.place.recorded, inside)
@@ -139,13 +159,15 @@ class Watch:
 
 
 def comes_from_column(x):
-    """Whether a column layer is behind a tensor in its graph, with no sum over ranks between."""
+    """Whether a column layer or scatter_to_group is behind a tensor in its graph, with no sum over
+    ranks between."""
     waiting, seen = [x.grad_fn], set()
     while waiting:
         node = waiting.pop()
-        if isinstance(node, Product._backward_cls):
+        gives = given_by(node)
+        if gives == "cut" or isinstance(node, Product._backward_cls):
             return True
-        if node not in seen and not linear_node(node):
+        if gives != "whole" and node not in seen:
             seen.add(node)
             waiting += [node for node, _ in node.next_functions if node is not None]
     return False

@@ -15,6 +15,8 @@ all_reduce forward, at the end, and one backward, at the beginning. With `sequen
 whole above is cut along the sequence, [B, Tw, D]: column layers gather it and row layers leave only
 this rank's part of the sum. (Shoeybi et al., arXiv:1909.08053; Korthikanti et al., 2205.05198.)
 
+Bytes "a rank" are a mean over the ranks (pairs.py).
+
 A layer is drawn whole and then cut, so that its values do not depend on W. All ranks must draw the
 same: seed them alike, or use `tensor_parallel`, which takes the first rank's.
 """
@@ -79,7 +81,7 @@ class ColumnParallelLinear(Parallel, nn.Linear):
     with `gather` all of it.
 
     Holds 1/W of weight [F, D] and bias [F], each of `blocks` (a number of equal ones, or their
-    sizes) cut by itself. Backward sends 2(W-1)/W of the input's bytes from each rank, once for all
+    sizes) cut by itself. Backward sends 2(W-1)/W of the input's bytes a rank, once for all
     layers of one module that got the same tensor. With `sequence_parallel` x is [B, Tw, D]: forward
     sends (W-1)/W of the whole sequence's bytes and backward the same; `regather` keeps only Tw
     tokens for backward, and sends as much a third time. `gather` adds (W-1)/W of the output's.
@@ -124,7 +126,7 @@ class ColumnParallelLinear(Parallel, nn.Linear):
         cut = self.cuts["weight"]
         if len(cut.blocks) > 1:
             parts = gather_from_group(y.unsqueeze(0), self.group, 0)
-            return cut_back(parts, cut)
+            return Cut(-1, cut.blocks, cut.parts).join(parts.unbind())
         return gather_from_group(y, self.group, -1, [cut.size(r) for r in range(cut.parts)])
 
 
@@ -132,7 +134,7 @@ class RowParallelLinear(Parallel, nn.Linear):
     """A Linear cut by its inputs: its part x [.., Dw] -> x @ weight.T + bias, whole [.., F].
 
     Holds 1/W of weight [F, D] and all of the bias [F], which is added once, after the sum. Forward
-    sends 2(W-1)/W of the output's bytes from each rank, backward nothing. With `sequence_parallel`
+    sends 2(W-1)/W of the output's bytes a rank, backward nothing. With `sequence_parallel`
     the output is [B, Tw, F], and forward and backward send (W-1)/W of the whole sequence's bytes;
     the bias, which then sees only Tw tokens, adds an all_reduce of its gradient. ValueError where W
     does not divide D, and for an input that is not cut.
@@ -179,7 +181,7 @@ class VocabParallelEmbedding(Parallel, nn.Embedding):
     """An Embedding cut by its rows: tokens [B, T] -> rows of weight [V, D], whole [B, T, D].
 
     A rank holds about V/W rows and gives zeros for other tokens; the sum over ranks is the row.
-    Forward sends 2(W-1)/W of the output's bytes from each rank, backward nothing; with
+    Forward sends 2(W-1)/W of the output's bytes a rank, backward nothing; with
     `sequence_parallel` the output is [B, Tw, D], and forward and backward send (W-1)/W of the whole
     one's. V need not divide by W. ValueError for fewer rows than ranks; IndexError for a token
     outside of 0..V-1.
@@ -229,15 +231,6 @@ def become(layer: nn.Module, kind: type):
     layer.__class__ = kind if plain else type(f"{kind.__name__}Of{own.__name__}", (kind, own), {})
 
 
-def cut_back(parts, cut):
-    """[W, .., Fw], rank by rank -> [.., F], block by block."""
-    by_rank = [
-        part.split([end - start for start, end in cut.bounds(rank)], -1)
-        for rank, part in enumerate(parts.unbind())
-    ]
-    return torch.cat([piece for block in zip(*by_rank, strict=True) for piece in block], -1)
-
-
 def block_sizes(features, blocks):
     """The sizes of the blocks of so many outputs, given their number or the sizes."""
     if isinstance(blocks, int) and not isinstance(blocks, bool) and blocks >= 1:
@@ -255,13 +248,19 @@ def block_sizes(features, blocks):
 def check_even(sizes, ranks, what, unit=1):
     """ValueError unless so many ranks can share each of these sizes evenly, in whole units."""
     for size in sizes:
-        if size % (ranks * unit):
-            least = [n for n in range(1, size // unit + 1) if size % (n * unit) == 0]
-            would = ", ".join(map(str, least[:8])) or "no number"
-            of = f" of {unit} numbers ({size // unit} heads)" if unit > 1 else ""
-            raise ValueError(
-                f"{size} {what}{of} do not cut into {ranks} equal parts; {would} ranks would do"
-            )
+        if size % unit:
+            raise ValueError(f"{size} {what} are no whole number of heads of {unit}")
+    if any(size % (ranks * unit) for size in sizes):
+        fits = range(1, min(sizes) // unit + 1)
+        fits = [n for n in fits if not any(size % (n * unit) for size in sizes)]
+        said = " and ".join(
+            f"{size // unit} heads of {unit} ({size} {what})" if unit > 1 else f"{size} {what}"
+            for size in dict.fromkeys(sizes)
+        )
+        raise ValueError(
+            f"{said} do not cut into {ranks} equal parts; "
+            f"{', '.join(map(str, fits[:8]))} ranks would do"
+        )
 
 
 def check_vocabulary(size, ranks):

@@ -1,10 +1,10 @@
 """Cross-entropy of logits that are cut along the vocabulary, and never gathered.
 
     z      logits of one token, [Vw] on each rank
-    m      max over ranks and V of z             all_reduce (max) of a number a token
-    s      sum over V of exp(z - m)              all_reduce (sum) of the
-    z_y    the target's logit, on its rank         numbers a token: s, z_y, and sum of z if smoothed
-    loss   m + log s - z_y
+    m      the largest of all V                 all_reduce (max) of a number a token
+    s      sum over V of exp(z - m)             one all_reduce (sum) of two numbers a token,
+    y      the target's z - m, on its rank      three with label smoothing: sum over V of z - m
+    loss   log s - y
 
 Backward needs no communication: softmax minus one-hot, each rank for its own logits.
 (Shoeybi et al., arXiv:1909.08053, section 3.)
@@ -19,7 +19,7 @@ from s2s_lib.collectives.autograd import first_order
 from s2s_lib.collectives.functions import all_gather, all_reduce
 from s2s_lib.collectives.pieces import cuts_of
 from s2s_lib.ranks.group import Group, check_group
-from s2s_lib.strategies.tensor.pairs import in_one_step
+from s2s_lib.strategies.tensor.pairs import sends_least
 
 
 def vocab_parallel_cross_entropy(
@@ -36,14 +36,15 @@ def vocab_parallel_cross_entropy(
     logits [.., Vw] are this rank's part, in rank order, of V = sum of Vw; targets [..] are whole,
     int64 in 0..V-1 or `ignore_index`. `label_smoothing` mixes the target with the uniform
     distribution; `z_loss` adds that times the mean of log(sum of exp z)^2 (PaLM, arXiv:2204.02311).
-    In float32 or wider; the gradient has the dtype of the logits. Each rank sends 2(W-1)/W of 3
-    numbers a token (4 with smoothing) and 8 bytes W-1 times. All ignored: nan, as with torch.
-    ValueError for shapes that do not fit, IndexError for a target outside of the vocabulary.
+    In float32 or wider; the gradient has the dtype of the logits. A rank sends, on average,
+    2(W-1)/W of 3 numbers a token (4 with smoothing), and 8 bytes W-1 times. All ignored: nan, as
+    with torch. ValueError for shapes that do not fit, IndexError for a target outside of the
+    vocabulary.
     """
     check_group(group)
     check_shapes(logits, targets, label_smoothing, z_loss)
     mine = torch.tensor([logits.shape[-1]])
-    sizes = all_gather(mine, group, in_one_step(group)).tolist()
+    sizes = all_gather(mine, group, sends_least(group)).tolist()
     cuts = cuts_of(sizes)
     counted = targets != ignore_index
     wrong = targets[counted & ((targets < 0) | (targets >= cuts[-1]))]
@@ -69,8 +70,8 @@ class CrossEntropy(torch.autograd.Function):
         mine_N = (local_N >= 0) & (local_N < size)
         local_N = local_N.masked_fill(~mine_N, 0)
         # A rank may have no logits at all.
-        least = z_NV.new_full((len(z_NV), 1), -torch.inf)
-        top_N = all_reduce(torch.cat([z_NV, least], 1).amax(1), group, "max")
+        top_N = z_NV.amax(1) if size else z_NV.new_full((len(z_NV),), -inf)
+        top_N = all_reduce(top_N, group, "max")
         z_NV.sub_(top_N[:, None])
         target_N = z_NV.new_zeros(len(z_NV))
         if size:

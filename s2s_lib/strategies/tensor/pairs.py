@@ -47,7 +47,7 @@ def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
     forward: identity    backward: all_reduce
     """
     check(x, group)
-    return linear(x, alias, lambda grad: all_reduce(grad, group))
+    return linear(x, alias, lambda grad: all_reduce(grad, group), gives="as it was")
 
 
 def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -71,6 +71,7 @@ def scatter_to_group(x: torch.Tensor, group: Group, dim: int = -1) -> torch.Tens
         x,
         lambda x: own_part(x, group, dim, sizes).clone(),
         lambda grad: gathered(grad, group, dim, sizes),
+        gives="cut",
     )
 
 
@@ -120,7 +121,7 @@ def own_part(x, group, dim, sizes):
 
 def gathered(x, group, dim, sizes=None):
     """all_gather along any dim."""
-    parts = all_gather(x.movedim(dim, 0), group, in_one_step(group), sizes=sizes)
+    parts = all_gather(x.movedim(dim, 0), group, sends_least(group), sizes=sizes)
     # New memory, and no view for autograd, so that it may be changed in place.
     return parts.movedim(0, dim).contiguous().data
 
@@ -132,10 +133,11 @@ def scattered_sum(x, group, dim):
             f"a sequence of {x.shape[dim]} does not cut into {group.size} equal parts: with "
             f"sequence_parallel give rows of tokens whose length is a multiple of {group.size}"
         )
-    own = reduce_scatter(x.movedim(dim, 0), group, algorithm=in_one_step(group))
+    own = reduce_scatter(x.movedim(dim, 0), group, algorithm=sends_least(group))
     return own.movedim(0, dim).contiguous().data
 
 
-def in_one_step(group):
-    """An algorithm that never sends more than the parts: what `auto` takes for few bytes does."""
+def sends_least(group):
+    """The algorithm that sends no more than the parts; the tree that `auto` takes for few bytes
+    does."""
     return "direct" if group.size <= FEW else "ring"

@@ -101,7 +101,7 @@ def check_plan(module: nn.Module, styles: dict, ranks: int):
 
 
 def check_layer(module, name, style, ranks):
-    layer, parent = module.get_submodule(name), module.get_submodule(parent_of(name))
+    layer, parent = module.get_submodule(name), module.get_submodule(holder_of(module, name))
     kinds = (nn.Linear, nn.Embedding) if isinstance(style, Vocab) else (nn.Linear,)
     what = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
     if not isinstance(layer, kinds):
@@ -130,8 +130,23 @@ def check_layer(module, name, style, ranks):
     elif isinstance(style, Row):
         check_even((layer.in_features,), ranks, "inputs", style.head_dim or head_dim(parent))
     else:
+        if style.head_dim is None:
+            refuse_counted_heads(parent)
         unit = style.head_dim or head_dim(parent)
         check_even(block_sizes(layer.out_features, style.blocks), ranks, "outputs", unit)
+
+
+def refuse_counted_heads(parent):
+    """ValueError for what looks like an attention that knows how many heads it has."""
+    for name in ("num_heads", "n_heads", "n_head", "num_attention_heads"):
+        heads = getattr(parent, name, None)
+        if type(heads) is int and heads > 1 and head_dim(parent) == 1:
+            raise ValueError(
+                f"{type(parent).__name__} has {name}={heads} and no head_dim: if it cuts what this "
+                f"layer gives into {heads} heads, each rank's part would make as many narrower "
+                "ones, and no shape tells. Have it count heads by their width, then say "
+                "Column(head_dim=...) in the plan"
+            )
 
 
 def head_dim(parent):
@@ -167,15 +182,19 @@ def way(layer, style):
 def check_owners(module, styles):
     """A parameter of a module between its own layers may be used on what is cut: nobody can see."""
     for name in styles:
-        parent = module.get_submodule(parent_of(name))
+        parent = module.get_submodule(holder_of(module, name))
         own = [key for key, _ in parent.named_parameters(recurse=False)]
         if own and isinstance(styles[name], Column) and not styles[name].gather:
             raise ValueError(
-                f"{parent_of(name) or 'the module'} ({type(parent).__name__}) has {own[0]} beside "
-                f"the column-parallel {name}, and it cannot be seen whether it is used on whole or "
-                "on cut tensors: put it into a module of its own, which the other calls"
+                f"{holder_of(module, name) or 'the module'} ({type(parent).__name__}) has {own[0]} "
+                f"beside the column-parallel {name}, and it cannot be seen whether it is used on "
+                "whole or on cut tensors: put it into a module of its own, which the other calls"
             )
 
 
-def parent_of(name):
-    return name.rpartition(".")[0]
+def holder_of(module, name):
+    """The name of the module that calls a layer: the nearest around it that is no container."""
+    path = name.rpartition(".")[0]
+    while isinstance(module.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):
+        path = path.rpartition(".")[0]
+    return path

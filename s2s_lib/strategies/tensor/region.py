@@ -18,7 +18,8 @@ ranks is a reduce_scatter. The gathered tensor is kept for the gradients of the 
 section 4.2.2).
 
 An x without a gradient is owed no sum, and each layer enters by itself. With sequence parallel they
-still share what is gathered, so losses on each of them must be added before they go backward.
+still share what is gathered, so losses on each of them must be added before they go backward
+(torch refuses the second backward).
 """
 
 import torch
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from s2s_lib.collectives.autograd import first_order
 from s2s_lib.collectives.background import background
 from s2s_lib.collectives.functions import all_reduce
+from s2s_lib.strategies.backward import current_backward
 from s2s_lib.strategies.tensor.pairs import gathered, scattered_sum
 
 # Threads 0 and 1 carry gradients and weights of data parallelism, which may be long.
@@ -47,7 +49,7 @@ class Region:
 
     def leave(self, number, grad):
         """Keep the gradient of an output for Enter, in the same backward."""
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if self.backward != backward:
             # One that did not come to Enter has left something.
             self.grads, self.backward = {}, backward
@@ -55,7 +57,7 @@ class Region:
 
     def take(self):
         grads, self.grads = self.grads, {}
-        return grads if self.backward == torch._C._current_graph_task_id() else {}
+        return grads if self.backward == current_backward() else {}
 
     def total(self, grad):
         """The sum over ranks of a gradient of what entered, as the gradient of what was given."""
@@ -154,7 +156,8 @@ class Entrance:
 
 
 def version(x):
-    """What tells the same tensor after a change in place, and with and without gradients, apart."""
+    """Differs after a change in place, and between recording gradients and not: then a tensor is
+    to be entered again."""
     return None if x.is_inference() else x._version, torch.is_grad_enabled()
 
 

@@ -13,6 +13,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     Collective: (W-1)/W of the bytes of what is cut, one tensor at a time.
     """
     cuts = cuts_of(module)
+    check_parts(module, cuts)
     return {
         name: gather_parts(value, *cuts[name]) if name in cuts else value.detach().clone()
         for name, value in module.state_dict().items()
@@ -24,6 +25,7 @@ def load_full_state_dict(module: nn.Module, saved: dict[str, torch.Tensor]):
     `full_state_dict` at any number of ranks made it. Local. ValueError, and nothing is changed,
     where names or shapes do not fit."""
     cuts, mine = cuts_of(module), module.state_dict()
+    check_parts(module, cuts)
     wrong = [f"missing {name}" for name in mine if name not in saved]
     wrong += [f"unexpected {name}" for name in saved if name not in mine]
     for name in mine.keys() & saved.keys():
@@ -51,6 +53,17 @@ def cuts_of(module):
     }
 
 
+def check_parts(module, cuts):
+    mine = module.state_dict()
+    for name, (cut, group) in cuts.items():
+        if mine[name].shape[cut.dim : cut.dim + 1] != (cut.size(group.rank),):
+            raise ValueError(
+                f"{name} is {list(mine[name].shape)} here, and this rank's part has "
+                f"{cut.size(group.rank)} along dim {cut.dim}: a ZeRO around the module has cut it "
+                "further; call this under `with model.gathered():`"
+            )
+
+
 def whole_shape(part, cut, _):
     shape = list(part.shape)
     shape[cut.dim] = sum(cut.blocks)
@@ -59,11 +72,6 @@ def whole_shape(part, cut, _):
 
 def gather_parts(part, cut, group):
     """The whole tensor of which this rank has a part."""
-    if part.shape[cut.dim] != cut.size(group.rank):
-        raise ValueError(
-            f"this rank's part has {part.shape[cut.dim]} of {cut.size(group.rank)} rows: a ZeRO "
-            "around the module has cut it further; call this under `with model.gathered():`"
-        )
     shapes = [list(part.shape) for _ in range(group.size)]
     for rank, shape in enumerate(shapes):
         shape[cut.dim] = cut.size(rank)
