@@ -147,7 +147,7 @@ def test_fused_layers_are_cut_block_by_block():
 
 def test_a_fused_layer_cut_straight_through_is_noticed():
     """Else the test above might pass whatever the blocks are."""
-    plan = FUSED_PLAN | {"qkv": Column(head_dim=1)}
+    plan = FUSED_PLAN | {"qkv": Column(blocks=1, head_dim=1)}
     with pytest.raises(AssertionError, match="output"):
         compare({"cut through": Case(Fused, plan, numbers, square)}, {"whole": {}}, [[3, 1]])
 

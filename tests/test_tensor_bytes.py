@@ -29,7 +29,7 @@ def predicted(how, ranks):
     # A whole input W-1 times, for what enters attention, MLP and head.
     inputs = (2 * LAYERS + 1) * (ranks - 1) * B * S * H * FLOAT
     norms = (2 * LAYERS + 1) * (ranks - 1) * H * FLOAT
-    sizes_of_parts, sums_of_tokens = 8 * ranks * (ranks - 1), 3 * (ranks - 1) * B * S * FLOAT
+    sizes_of_parts, sums_of_tokens = 16 * ranks * (ranks - 1), 3 * (ranks - 1) * B * S * FLOAT
     if how == "whole":
         forward = {"all_reduce": 2 * inputs + 2 * sums_of_tokens, "all_gather": sizes_of_parts}
         backward = {"all_reduce": 2 * inputs}

@@ -147,3 +147,18 @@ def test_heads_that_the_user_vouches_for_are_cut():
 
     a, b = launch(work, ranks=2)
     assert torch.equal(a, b)
+
+
+def test_a_layer_that_looks_fused_must_say_its_blocks():
+    def work(world):
+        def fused():
+            model = nn.Module()
+            model.qkv, model.o = nn.Linear(8, 24), nn.Linear(8, 8)
+            return model
+
+        with pytest.raises(ValueError, match="gives 24 numbers, and the row-parallel .* takes 8"):
+            tensor_parallel(fused(), world, {"qkv": "column", "o": "row"})
+        for blocks in (1, 3):
+            tensor_parallel(fused(), world, {"qkv": Column(blocks=blocks), "o": "row"})
+
+    launch(work, ranks=2)

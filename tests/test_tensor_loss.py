@@ -208,7 +208,7 @@ def test_a_rank_sends_three_numbers_a_token_and_backward_nothing():
             counts.append((forward.bytes, backward.bytes))
         return counts
 
-    tokens, float64, size = 60, 8, 8
+    tokens, float64, size = 60, 8, 16
     three, four = ((size + n * tokens * float64, 0) for n in (3, 4))
     assert launch(work, ranks=2) == [[three, four, four, three, four]] * 2
 
@@ -256,3 +256,14 @@ def test_ranks_with_logits_of_other_tokens_are_not_added_up():
 
     with pytest.raises(RankError):
         launch(work, ranks=2, check=True)
+
+
+def test_ranks_with_other_targets_are_told():
+    def work(world):
+        logits, targets = torch.randn(6, 4), torch.arange(6) % 8
+        if world.rank == 1:
+            targets = targets.flip(0)
+        vocab_parallel_cross_entropy(logits, targets, world)
+
+    with pytest.raises(RankError, match="works on one batch"):
+        launch(work, ranks=2)

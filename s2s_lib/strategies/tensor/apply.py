@@ -27,9 +27,8 @@ from s2s_lib.strategies.tensor.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     become,
-    block_sizes,
 )
-from s2s_lib.strategies.tensor.plan import Column, Row, check_plan, holder_of, match
+from s2s_lib.strategies.tensor.plan import Row, blocks_of, check_plan, holder_of, match
 from s2s_lib.strategies.tensor.region import SEQUENCE_DIM, Entrance
 
 
@@ -139,7 +138,7 @@ def make_parallel(layer, group, style, sequence):
         become(layer, VocabParallelEmbedding)
         layer.split(group, sequence)
     else:
-        blocks = block_sizes(layer.out_features, style.blocks if isinstance(style, Column) else 1)
+        blocks = blocks_of(layer, style)
         become(layer, ColumnParallelLinear)
         layer.split(group, blocks, style.gather)
 

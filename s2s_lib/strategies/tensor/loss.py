@@ -33,19 +33,19 @@ def vocab_parallel_cross_entropy(
     """The mean over counted targets, as `F.cross_entropy(whole_logits, targets)` gives it: the same
     number on every rank.
 
-    logits [.., Vw] are this rank's part, in rank order, of V = sum of Vw; targets [..] are whole,
-    int64 in 0..V-1 or `ignore_index`. `label_smoothing` mixes the target with the uniform
-    distribution; `z_loss` adds that times the mean of log(sum of exp z)^2 (PaLM, arXiv:2204.02311).
-    In float32 or wider; the gradient has the dtype of the logits. A rank sends, on average,
-    2(W-1)/W of 3 numbers a token (4 with smoothing), and 8 bytes W-1 times. All ignored: nan, as
-    with torch. ValueError for shapes that do not fit, IndexError for a target outside of the
-    vocabulary.
+    logits [.., Vw] are this rank's part, in rank order, of V = sum of Vw (whole ones, as a layer
+    with `gather` gives them, go into F.cross_entropy). Targets [..] are whole, int64 in 0..V-1 or
+    `ignore_index`. `label_smoothing` mixes the target with the uniform distribution; `z_loss` adds
+    that times the mean of log(sum of exp z)^2 (PaLM, arXiv:2204.02311). In float32 or wider; the
+    gradient has the dtype of the logits.
+
+    A rank sends, on average, 2(W-1)/W of 3 numbers a token (4 with smoothing), and 16 bytes W-1
+    times. All ignored: nan, as with torch. ValueError for shapes that do not fit and where ranks
+    have other targets, IndexError for a target outside of the vocabulary.
     """
     check_group(group)
     check_shapes(logits, targets, label_smoothing, z_loss)
-    mine = torch.tensor([logits.shape[-1]])
-    sizes = all_gather(mine, group, sends_least(group)).tolist()
-    cuts = cuts_of(sizes)
+    cuts = cuts_of(compare(logits, targets, group))
     counted = targets != ignore_index
     wrong = targets[counted & ((targets < 0) | (targets >= cuts[-1]))]
     if wrong.numel():
@@ -55,6 +55,19 @@ def vocab_parallel_cross_entropy(
         )
     settings = cuts, label_smoothing, z_loss
     return CrossEntropy.apply(logits, targets, counted, group, settings)
+
+
+def compare(logits, targets, group):
+    """How many logits of a token each rank has; ValueError where ranks have other targets."""
+    places = torch.arange(1, targets.numel() + 1)
+    mine = torch.tensor([[logits.shape[-1], (targets.flatten() * places).sum()]])
+    sizes, sums = all_gather(mine, group, sends_least(group)).unbind(1)
+    if (sums != sums[0]).any():
+        raise ValueError(
+            f"the ranks {list(group.ranks)} have different targets, and a tensor-parallel group "
+            "works on one batch: give all its ranks the same tokens"
+        )
+    return sizes.tolist()
 
 
 class CrossEntropy(torch.autograd.Function):

@@ -19,11 +19,12 @@ class Column:
     """An nn.Linear cut by its outputs, which stay cut unless `gather`.
 
     `blocks`: the number of equal parts of a fused layer (gate and up: 2), or their sizes (q, k and
-    v: three numbers); each is cut by itself. `head_dim`: how many outputs stay together; None takes
-    it from the `head_dim` of the module that holds the layer, if that has one, and else 1.
+    v: three numbers); each is cut by itself. None is 1, refused where the layer looks fused.
+    `head_dim`: how many outputs stay together; None takes it from the `head_dim` of the module that
+    calls the layer, if that has one, and else 1.
     """
 
-    blocks: int | tuple[int, ...] = 1
+    blocks: int | tuple[int, ...] | None = None
     gather: bool = False
     head_dim: int | None = None
 
@@ -91,16 +92,17 @@ def style_of(pattern, style):
 
 def check_plan(module: nn.Module, styles: dict, ranks: int):
     """ValueError, naming the layer, for what cannot be cut so over this many ranks."""
-    for name, style in styles.items():
+    for name in styles:
         try:
-            check_layer(module, name, style, ranks)
+            check_layer(module, name, styles, ranks)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     check_shared(module, styles)
     check_owners(module, styles)
 
 
-def check_layer(module, name, style, ranks):
+def check_layer(module, name, styles, ranks):
+    style = styles[name]
     layer, parent = module.get_submodule(name), module.get_submodule(holder_of(module, name))
     kinds = (nn.Linear, nn.Embedding) if isinstance(style, Vocab) else (nn.Linear,)
     what = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
@@ -133,7 +135,35 @@ def check_layer(module, name, style, ranks):
         if style.head_dim is None:
             refuse_counted_heads(parent)
         unit = style.head_dim or head_dim(parent)
-        check_even(block_sizes(layer.out_features, style.blocks), ranks, "outputs", unit)
+        if style.blocks is None:
+            refuse_fused(module, name, styles)
+        try:
+            check_even(blocks_of(layer, style), ranks, "outputs", unit)
+        except ValueError as error:
+            hint = "; where outputs belong to heads, say Column(head_dim=...)" if unit == 1 else ""
+            raise ValueError(f"{error}{hint}") from None
+
+
+def blocks_of(layer, style):
+    """The sizes of the blocks in which a Linear is cut by its outputs."""
+    blocks = getattr(style, "blocks", None)
+    return block_sizes(layer.out_features, 1 if blocks is None else blocks)
+
+
+def refuse_fused(module, name, styles):
+    """ValueError for a column layer that gives more than the row layers beside it take."""
+    holder, outputs = holder_of(module, name), module.get_submodule(name).out_features
+    taken = [
+        module.get_submodule(other).in_features
+        for other, style in styles.items()
+        if isinstance(style, Row) and holder_of(module, other) == holder
+    ]
+    if taken and outputs > max(taken):
+        raise ValueError(
+            f"it gives {outputs} numbers, and the row-parallel layer beside it takes {max(taken)}: "
+            "a fused layer, whose parts are to be cut each by itself? Say Column(blocks=...), or "
+            "Column(blocks=1) if it is not"
+        )
 
 
 def refuse_counted_heads(parent):
@@ -173,7 +203,7 @@ def check_shared(module, styles):
 def way(layer, style):
     """How a style cuts the weight of a layer."""
     if isinstance(style, Column):
-        return block_sizes(layer.out_features, style.blocks)
+        return blocks_of(layer, style)
     if isinstance(style, Vocab):
         return (layer.weight.shape[0],)
     return type(style)
