@@ -28,6 +28,7 @@ from s2s_lib.strategies.tensor.layers import (
     VocabParallelEmbedding,
     become,
 )
+from s2s_lib.strategies.tensor.pairs import equal_part
 from s2s_lib.strategies.tensor.plan import Row, blocks_of, check_plan, holder_of, match
 from s2s_lib.strategies.tensor.region import SEQUENCE_DIM, Entrance
 
@@ -173,12 +174,5 @@ class OwnTokens:
         self.group = group
 
     def __call__(self, layer, _, rows):
-        tokens = rows.shape[SEQUENCE_DIM]
-        if tokens % self.group.size:
-            raise ValueError(
-                f"a sequence of {tokens} does not cut into {self.group.size} equal parts: with "
-                "sequence_parallel give rows of tokens whose length is a multiple of "
-                f"{self.group.size}"
-            )
-        own = tokens // self.group.size
+        own = equal_part(rows.shape[SEQUENCE_DIM], self.group)
         return rows.narrow(SEQUENCE_DIM, own * self.group.rank, own)

@@ -128,13 +128,19 @@ def gathered(x, group, dim, sizes=None):
 
 def scattered_sum(x, group, dim):
     """reduce_scatter along any dim, into equal parts."""
-    if x.shape[dim] % group.size:
-        raise ValueError(
-            f"a sequence of {x.shape[dim]} does not cut into {group.size} equal parts: with "
-            f"sequence_parallel give rows of tokens whose length is a multiple of {group.size}"
-        )
+    equal_part(x.shape[dim], group)
     own = reduce_scatter(x.movedim(dim, 0), group, algorithm=sends_least(group))
     return own.movedim(0, dim).contiguous().data
+
+
+def equal_part(tokens, group):
+    """How many of so many tokens a rank has; ValueError where they do not divide."""
+    if tokens % group.size:
+        raise ValueError(
+            f"a sequence of {tokens} does not cut into {group.size} equal parts: with "
+            f"sequence_parallel give rows of tokens whose length is a multiple of {group.size}"
+        )
+    return tokens // group.size
 
 
 def sends_least(group):
