@@ -1,14 +1,17 @@
 """The checks of lesson 05, its row of the table, and its pictures.
 
 Each wrong answer is one that a reader will write: query heads counted where key-value heads decide,
-sums counted both ways, the vocabulary forgotten, a fused weight cut straight through its blocks,
-parts joined rank by rank, a loss with each rank's own maximum or none, a sum whose gradient counts
-every rank, gathered logits.
+sums counted both ways, the vocabulary or backward forgotten, a fused weight cut straight through
+its blocks or as if they were equal, parts joined rank by rank, a loss with each rank's own maximum
+or none, without a mask, with a sum left out, a sum whose gradient counts every rank, gathered
+logits. A half-right answer is told which half is missing; a hint that fits another answer, or none,
+fails here.
 """
 
 import subprocess
 import sys
 import xml.etree.ElementTree as xml
+from functools import partial
 
 import pytest
 import torch
@@ -39,17 +42,28 @@ def rank_by_rank(parts, sizes):
     return torch.cat(parts)
 
 
-def loss(logits, targets, world, top="max", add=reduce_from_group, shift=True):
+def loss(logits, targets, world, top="max", add=reduce_from_group, **half):
+    """`half` says what is left out: with "sum" or "target" that term is not added up."""
     rows, size = logits.shape
     top_N = logits.detach().amax(1)
     if top == "max":
         top_N = all_reduce(top_N, world, "max")
-    z = logits - top_N[:, None] if shift else logits
+    z = logits - top_N[:, None] if top else logits
     local = targets - world.rank * size
     mine = (local >= 0) & (local < size)
-    picked = z[torch.arange(rows), local.clamp(0, size - 1)] * mine
-    sums = add(torch.stack([z.exp().sum(1), picked]), world)
-    return (sums[0].log() - sums[1]).mean()
+    if half.get("mask") == "clamp":
+        mine = True
+    if half.get("mask") == "wrap":
+        mine, local = True, local % size
+    of_target = logits if half.get("shift") == "sum" else z
+    picked = of_target[torch.arange(rows), local.clamp(0, size - 1)] * mine
+    sum_N = z.exp().sum(1)
+    if "sum" not in half.get("own", ()):
+        sum_N = add(sum_N, world)
+    if "target" not in half.get("own", ()):
+        picked = half.get("add_target", add)(picked, world)
+    loss_N = sum_N.log() - picked
+    return loss_N.sum() if half.get("mean") is False else loss_N.mean()
 
 
 def gathered(logits, targets, world):
@@ -94,16 +108,35 @@ def test_stubs_are_not_attempted(capsys):
     assert capsys.readouterr().out == 5 * "not attempted\n"
 
 
-def test_a_wrong_guess_is_told_what_it_should_be_and_what_was_forgotten():
-    assert wrong(check.cut_gpt, 12, 7, 0) == "ranks at most: got 12, expected 4"
-    assert wrong(check.cut_gpt, 4, 14, 0).endswith("in a forward: got 14, expected 7")
-    said = wrong(check.cut_gpt, 4, 7, 294_912)
+def test_a_guess_is_told_what_was_forgotten_and_not_the_answer():
+    said = wrong(check.cut_gpt, 12, 7, 0)
     assert said == (
-        "bytes that each rank sends: got 294,912, expected 344,064; the vocabulary has two sums "
-        "too, of the embedding and of the head's input"
+        "ranks at most: 12 is not right; 12 ranks cannot have equal shares of 4 key-value heads "
+        "nor of 160 numbers inside the MLP"
     )
-    assert "2(W-1)/W" in wrong(check.cut_gpt, 4, 7, 2 * 344_064)
+    assert wrong(check.cut_gpt, 2, 7, 0).endswith("more ranks can have equal shares of everything")
+    said = wrong(check.cut_gpt, 4, 14, 0)
+    assert said.endswith("in a forward: 14 is not right; count those of forward alone")
+    for sums, hint in ((6, "the embedding,"), (8, "logits stay cut,"), (3, "in a layer")):
+        assert f"; {hint}" in wrong(check.cut_gpt, 4, sums, 0)
+    vocabulary = "the vocabulary has two sums too, of the embedding and of the head's input"
+    backward = "backward adds up as many activations as forward"
+    for sent, hint in (
+        (294_912, vocabulary),
+        (344_064 // 2, backward),
+        (294_912 // 2, f"{backward}; {vocabulary}"),
+        (344_064 // 4, "a number in float32 has 4 bytes"),
+        (344_064 * 2, "each rank sends 2(W-1)/W of a tensor for its sum, and 4 bytes a number"),
+    ):
+        said = wrong(check.cut_gpt, 4, 7, sent)
+        assert said == f"bytes that each rank sends: {sent:,} is not right; {hint}"
+
+
+def test_a_guess_without_a_hint_is_told_the_answer_and_a_string_is_refused():
+    assert wrong(check.cut_gpt, 0, 7, 1) == "ranks at most: got 0, expected 4"
+    assert wrong(check.cut_gpt, 4, 5, 1).endswith("in a forward: got 5, expected 7")
     assert wrong(check.cut_gpt, 4, 7, 1).endswith("got 1, expected 344,064")
+    assert wrong(check.cut_gpt, "4", 7, 1) == "give three numbers, got '4'"
 
 
 def test_rows_cut_straight_through_are_named_so():
@@ -115,31 +148,112 @@ def test_rows_cut_straight_through_are_named_so():
     assert "got a list" in wrong(check.cut_fused, lambda *given: cut(*given).tolist(), join)
 
 
-def test_a_cut_that_knows_equal_blocks_only_is_found():
+def test_other_half_right_cuts_are_named_too():
+    def first_block(weight, sizes, rank, ranks):
+        return weight.split(sizes)[0].chunk(ranks)[rank]
+
+    def every_second(weight, sizes, rank, ranks):
+        return torch.cat([block[rank::ranks] for block in weight.split(sizes)])
+
+    assert wrong(check.cut_fused, first_block, join).endswith("the rows of the first block alone")
+    assert "; they are not next to each other; " in wrong(check.cut_fused, every_second, join)
+
+
+UNEQUAL = "; blocks of equal sizes were right, these differ"
+
+
+def test_a_cut_or_join_that_knows_equal_blocks_only_is_found():
     def thirds(weight, sizes, rank, ranks):
         return torch.cat([block.tensor_split(ranks)[rank] for block in weight.tensor_split(3)])
 
+    def join_equal(parts, sizes):
+        blocks = zip(*(part.chunk(len(sizes)) for part in parts), strict=True)
+        return torch.cat([piece for block in blocks for piece in block])
+
     said = wrong(check.cut_fused, thirds, join)
     assert said.startswith("3 blocks of 8, 4, 4 rows on 4 ranks, rank 0")
+    assert said.endswith(UNEQUAL)
+    said = wrong(check.cut_fused, cut, join_equal)
+    assert said.startswith("3 blocks of 8, 4, 4 rows on 4 ranks, joined")
+    assert said.endswith(UNEQUAL)
+
+
+def test_an_answer_that_fails_says_where_with_its_own_traceback_alone():
+    def fails_to_join(parts, sizes):
+        return parts[len(sizes)]
+
+    said = wrong(check.cut_fused, lambda weight, *_: weight[99], join)
+    assert said.startswith("3 blocks of 8, 8, 8 rows on 2 ranks, rank 0: it failed\nTraceback")
+    assert "IndexError" in said and "lesson05" not in said
+    said = wrong(check.cut_fused, cut, fails_to_join)
+    assert said.startswith("3 blocks of 8, 8, 8 rows on 2 ranks, joined: it failed")
+    assert "in fails_to_join" in said
 
 
 def test_parts_joined_rank_by_rank_and_not_joined_are_told_apart():
     said = wrong(check.cut_fused, cut, rank_by_rank)
     assert said.startswith("3 blocks of 8, 8, 8 rows on 2 ranks, joined, element 4, 0: got 24")
+    assert said.endswith("; rows stand rank after rank; put block after block")
     assert wrong(check.cut_fused, cut, lambda *_: None).endswith("parts are right; now join them")
 
 
-def test_a_loss_with_the_wrong_maximum_is_found():
-    said = wrong(check.cut_loss, lambda *given: loss(*given, top="own"))
+HALVES = {
+    "subtract the largest logit of all ranks, not each rank's own": {"top": "own"},
+    "a rank that does not have a target must add 0 for it": {"mask": "clamp"},
+    " a rank that does not have a target must add 0 for it": {"mask": "wrap"},
+    "the sum of exp is one rank's; add up over the ranks": {"own": ["sum"]},
+    "the target's logit is one rank's; add up over the ranks": {"own": ["target"]},
+    "both terms are one rank's; add up over the ranks": {"own": ["sum", "target"]},
+    "both terms need the logits less the largest, not one of them": {"shift": "sum"},
+    "it is the sum over tokens; take the mean": {"mean": False},
+}
+
+
+@pytest.mark.parametrize("hint", HALVES)
+def test_a_half_right_loss_is_told_which_half_is_missing(hint):
+    said = wrong(check.cut_loss, partial(loss, **HALVES[hint]))
     assert said.startswith("on 2 ranks, rank 0, loss: got ")
-    said = wrong(check.cut_loss, lambda *given: loss(*given, shift=False))
+    assert said.endswith(f", expected 2.88081; {hint.strip()}")
+
+
+def test_a_loss_without_a_maximum_is_found_where_logits_are_large():
+    said = wrong(check.cut_loss, partial(loss, top=None))
     assert said.startswith("on 4 ranks, logits up to 10000, rank 0, loss: got inf")
+    assert said.endswith("; subtract the largest of all ranks before")
 
 
-def test_a_sum_with_the_gradient_of_every_ranks_loss_is_named():
-    said = wrong(check.cut_loss, lambda *given: loss(*given, add=all_reduce))
+def test_a_loss_of_another_kind_has_no_hint():
+    assert wrong(check.cut_loss, lambda *given: 3 * loss(*given)).endswith("expected 2.88081")
+    assert "got a float" in wrong(check.cut_loss, lambda *given: loss(*given).item())
+
+
+def detached(x, world):
+    return all_reduce(x.detach(), world)
+
+
+def mean_of_gradients(x, world):
+    x.register_hook(lambda grad: grad / world.size)
+    return reduce_from_group(x, world)
+
+
+GRADIENTS = {
+    "it is 2 times the right one: the ranks compute one loss, not 2": {"add": all_reduce},
+    "it is the right one divided by 2": {"add": mean_of_gradients},
+    "the part of the sum of exp is 2 times the right one": {
+        "add": all_reduce,
+        "add_target": reduce_from_group,
+    },
+    "the part of the target's logit is 2 times the right one": {"add_target": all_reduce},
+    "the part of the sum of exp is missing": {"add": detached, "add_target": reduce_from_group},
+    "the part of the target's logit is missing": {"add_target": detached},
+}
+
+
+@pytest.mark.parametrize("hint", GRADIENTS)
+def test_a_half_right_gradient_is_told_which_half_is_wrong(hint):
+    said = wrong(check.cut_loss, partial(loss, **GRADIENTS[hint]))
     assert said.startswith("on 2 ranks, rank 0, gradient, element")
-    assert said.endswith("; it is 2 times the right one: the ranks compute one loss, not 2")
+    assert said.endswith(f"; {hint}")
 
 
 def test_a_loss_without_a_gradient_is_told_so():
@@ -148,7 +262,11 @@ def test_a_loss_without_a_gradient_is_told_so():
 
 
 def test_bytes_are_counted_in_both_directions():
-    assert wrong(check.cut_loss, gathered).endswith("forward; three numbers a token are 288")
+    said = wrong(check.cut_loss, gathered)
+    assert said == (
+        "on 2 ranks: all together sent 768 bytes forward; three numbers of 8 bytes for each of "
+        "6 tokens are 288"
+    )
     assert "bytes backward; each needs only its own part" in wrong(check.cut_loss, gathers_backward)
 
 

@@ -15,6 +15,7 @@ from s2s_lib.course.check.lesson02 import clip_shards, sharded_adamw_step, zero_
 from s2s_lib.course.check.lesson03 import hybrid_all_reduce, hybrid_of_eight, local_sgd
 from s2s_lib.course.check.lesson04 import bubble_of_eight, one_f_one_b, three_in_flight
 from s2s_lib.course.check.lesson05 import cut_fused, cut_gpt, cut_loss
+from s2s_lib.course.check.lesson06 import join_pieces, mesh_places, norm_of_mesh
 
 __all__ = [
     "Wrong",
@@ -29,7 +30,10 @@ __all__ = [
     "ddp_of_eight",
     "hybrid_all_reduce",
     "hybrid_of_eight",
+    "join_pieces",
     "local_sgd",
+    "mesh_places",
+    "norm_of_mesh",
     "one_f_one_b",
     "reduce_scatter",
     "ring_of_eight",

@@ -1,9 +1,14 @@
 """The checks of lesson 05: tensor parallelism."""
 
 import math
+import traceback
+from functools import cache
+from numbers import Real
 
 import torch
+from torch.nn.functional import cross_entropy, one_hot
 
+from s2s_lib.course.check import lesson05_hints as hints
 from s2s_lib.course.check.answers import (
     NOT_ATTEMPTED,
     Wrong,
@@ -13,7 +18,8 @@ from s2s_lib.course.check.answers import (
     same_number,
     same_tensor,
 )
-from s2s_lib.course.model import GPT, GPTConfig
+from s2s_lib.course.check.lesson05_hints import PREDICTED, ROWS, TOKENS
+from s2s_lib.course.model import GPT
 from s2s_lib.course.plans import GPT_PLAN
 from s2s_lib.meters.bill import bill
 from s2s_lib.meters.timeline import timeline
@@ -21,9 +27,6 @@ from s2s_lib.ranks.launch import launch
 from s2s_lib.strategies.tensor.apply import tensor_parallel
 from s2s_lib.strategies.tensor.cut import Cut
 from s2s_lib.strategies.tensor.plan import check_plan, match
-
-PREDICTED = GPTConfig(layers=3, hidden=48, heads=12, kv_heads=4, mlp_hidden=160, tied=False)
-ROWS, TOKENS = 8, 16
 
 
 def cut_gpt(most_ranks, sums_forward, sent):
@@ -33,22 +36,22 @@ def cut_gpt(most_ranks, sums_forward, sent):
     and backward of 8 rows of 16 tokens in float32, without the loss."""
     if not attempted(most_ranks, sums_forward, sent):
         return
+    for guess in (most_ranks, sums_forward, sent):
+        if not isinstance(guess, Real):
+            raise Wrong(f"give three numbers, got {guess!r}")
     most = max(ranks for ranks in range(1, 13) if _can_be_cut(ranks))
-    same_number("ranks at most", most_ranks, most)
-    sums, counted = launch(_count_sums, ranks=2)[0]
-    same_number("tensors added up in a forward", sums_forward, sums)
-    hint = ""
-    if sent == counted - 2 * _nbytes():
-        hint = "; the vocabulary has two sums too, of the embedding and of the head's input"
-    if sent == 2 * counted:
-        hint = "; on two ranks each sends a tensor once for a sum, 2(W-1)/W of it"
-    if sent != counted:
-        raise Wrong(f"bytes that each rank sends: got {sent:,}, expected {counted:,}{hint}")
+    _same_guess("ranks at most", most_ranks, most, hints.of_ranks(most_ranks))
+    sums, counted = _sums_and_bytes()
+    _same_guess("tensors added up in a forward", sums_forward, sums, hints.of_sums(sums_forward))
+    _same_guess("bytes that each rank sends", sent, counted, hints.of_bytes(sent))
     print(f"right: at most {most} ranks, {sums} sums forward, {counted:,} bytes sent")
 
 
-def _nbytes():
-    return 4 * ROWS * TOKENS * PREDICTED.hidden
+def _same_guess(what, got, expected, hint):
+    """Where a hint says what is missing, the right number is left to be found."""
+    if got != expected and hint:
+        raise Wrong(f"{what}: {got:,} is not right; {hint}")
+    same_number(what, got, expected)
 
 
 def _can_be_cut(ranks):
@@ -59,6 +62,11 @@ def _can_be_cut(ranks):
     except ValueError:
         return False
     return True
+
+
+@cache
+def _sums_and_bytes():
+    return launch(_count_sums, ranks=2)[0]
 
 
 def _count_sums(world):
@@ -77,37 +85,66 @@ def cut_fused(cut, join):
     blocks have `sizes` rows, each divisible by `ranks`. `join(parts, sizes)`: the whole weight from
     the parts of all ranks, in rank order."""
     for sizes, ranks in (((8, 8, 8), 2), ((8, 4, 4), 4), ((6, 6), 3), ((5,), 1)):
-        for weight in (_numbered(sum(sizes), 3), _numbered(sum(sizes))):
-            where = f"{len(sizes)} blocks of {', '.join(map(str, sizes))} rows on {ranks} ranks"
-            rule = Cut(0, sizes, ranks)
-            try:
-                parts = [cut(weight.clone(), sizes, rank, ranks) for rank in range(ranks)]
-            except NotImplementedError:
-                parts = [None]
-            if all(part is None or part is ... for part in parts):
+        where = f"{len(sizes)} blocks of {', '.join(map(str, sizes))} rows on {ranks} ranks"
+        try:
+            if not _weight_and_bias(where, cut, join, sizes, ranks):
                 print(NOT_ATTEMPTED)
                 return
-            for rank, part in enumerate(parts):
-                _same_rows(f"{where}, rank {rank}", part, rule.take(weight, rank), weight, ranks)
-            whole = join(parts, sizes)
-            if whole is None or whole is ...:
-                raise Wrong(f"{where}: the parts are right; now join them")
-            same_tensor(f"{where}, joined", whole, weight)
+        except Wrong as wrong:
+            if len(set(sizes)) == 1:
+                raise
+            raise Wrong(f"{wrong}; blocks of equal sizes were right, these differ") from None
     print("right for four cuts, of weights and of biases: cut by block, and joined again")
+
+
+def _weight_and_bias(where, cut, join, sizes, ranks):
+    """Whether there is something to check."""
+    for what, shape in (("", (sum(sizes), 3)), (", a bias", (sum(sizes),))):
+        weight, rule, parts = _numbered(*shape), Cut(0, sizes, ranks), []
+        for rank in range(ranks):
+            here = f"{where}{what}, rank {rank}"
+            parts.append(_call(here, cut, weight.clone(), sizes, rank, ranks))
+            if _missing(parts[0]):
+                return False
+            right = rule.take(weight, rank)
+            _same_rows(here, parts[-1], right, hints.of_rows(weight, right, sizes, ranks))
+        whole = _call(f"{where}{what}, joined", join, parts, sizes)
+        if _missing(whole):
+            raise Wrong(f"{where}{what}: the parts are right; now join them")
+        by_rank = {"rows stand rank after rank; put block after block": torch.cat(parts)}
+        _same_rows(f"{where}{what}, joined", whole, weight, by_rank)
+    return True
+
+
+def _missing(answer):
+    return answer is None or answer is ...
+
+
+def _call(where, yours, *given):
+    """What `yours` returns, None if it is a stub; Wrong, with its traceback, if it fails."""
+    try:
+        return yours(*given)
+    except NotImplementedError:
+        return None
+    except Exception as error:
+        yours_alone = error.__traceback__.tb_next
+        raised = "".join(traceback.format_exception(type(error), error, yours_alone)).rstrip()
+        raise Wrong(f"{where}: it failed\n{raised}") from None
 
 
 def _numbered(*shape):
     return torch.arange(math.prod(shape)).view(shape)
 
 
-def _same_rows(where, part, right, weight, ranks):
+def _same_rows(where, got, right, known):
     try:
-        same_tensor(where, part, right)
+        same_tensor(where, got, right)
     except Wrong as wrong:
-        rows = part.tolist() if isinstance(part, torch.Tensor) else None
-        straight = rows in [piece.tolist() for piece in weight.chunk(ranks)]
-        hint = "; these rows are cut straight through the blocks" if straight else ""
-        raise Wrong(f"{wrong}{hint}") from None
+        rows = got.tolist() if isinstance(got, torch.Tensor) else None
+        for hint, cut in known.items():
+            if rows == cut.tolist():
+                raise Wrong(f"{wrong}; {hint}") from None
+        raise
 
 
 def cut_loss(yours):
@@ -122,21 +159,27 @@ def cut_loss(yours):
         )
         if ran is None:
             return
-        whole = logits_NV.clone().requires_grad_()
-        right = torch.nn.functional.cross_entropy(whole, targets_N)
-        right.backward()
         where = f"on {size} ranks" + (f", logits up to {scale:g}" if scale > 1 else "")
-        for rank, (one, gradient) in enumerate(zip(ran, whole.grad.chunk(size, 1), strict=True)):
-            _same_loss(f"{where}, rank {rank}", one.result, right.detach(), gradient, size)
+        right = cross_entropy(logits_NV, targets_N)
+        known = hints.of_loss(logits_NV, targets_N, size)
+        terms = logits_NV.softmax(1), one_hot(targets_N, logits_NV.shape[1]).double()
+        terms = [(term / len(targets_N)).chunk(size, 1) for term in terms]
+        for rank, (one, softmax, target) in enumerate(zip(ran, *terms, strict=True)):
+            _same_loss(f"{where}, rank {rank}, loss", one.result[0], right, known)
+            wrong = hints.of_gradient(softmax, target, size)
+            _same_gradient(f"{where}, rank {rank}", one.result[1], softmax - target, wrong)
         # By any algorithm a sum over W ranks sends 2(W-1) times its bytes, all ranks together.
         most, sent = 2 * (size - 1) * 3 * 8 * len(targets_N), sum(one.result[2] for one in ran)
         if sent > most:
             raise Wrong(
-                f"{where}: they sent {sent:,} bytes forward; three numbers a token are {most:,}"
+                f"{where}: all together sent {sent:,} bytes forward; three numbers of 8 bytes for "
+                f"each of {len(targets_N)} tokens are {most:,}"
             )
         back = sum(one.result[3] for one in ran)
         if back:
-            raise Wrong(f"{where}: they sent {back:,} bytes backward; each needs only its own part")
+            raise Wrong(
+                f"{where}: all together sent {back:,} bytes backward; each needs only its own part"
+            )
     print("right on 2, 3 and 4 ranks: one process's loss and gradient, three numbers a token")
 
 
@@ -160,16 +203,26 @@ def _loss(yours, mine, targets_N, world):
     return loss, mine.grad, forward.bytes, backward.bytes
 
 
-def _same_loss(where, result, right, gradient, size):
-    loss, got, *_ = result
-    if isinstance(loss, torch.Tensor) and loss.shape == () and not torch.isclose(loss, right):
-        raise Wrong(f"{where}, loss: got {loss:.6g}, expected {right:.6g}")
-    same_tensor(f"{where}, loss", rounded_to(loss, right), right)
+def _same_loss(where, loss, right, known):
+    try:
+        same_tensor(where, rounded_to(loss, right), right)
+    except Wrong:
+        if not isinstance(loss, torch.Tensor) or (loss.shape, loss.dtype) != ((), right.dtype):
+            raise
+        missing = [hint for hint, value in known if torch.isclose(loss, value)]
+        if not loss.isfinite():
+            missing = ["exp of a large logit is infinite; subtract the largest of all ranks before"]
+        said = f"{where}: got {loss:.6g}, expected {right:.6g}"
+        raise Wrong("; ".join([said, *missing[:1]])) from None
+
+
+def _same_gradient(where, got, right, known):
     if got is None:
         raise Wrong(f"{where}: the loss is right, but the logits have no gradient after backward")
     try:
-        same_tensor(f"{where}, gradient", rounded_to(got, gradient), gradient)
+        same_tensor(f"{where}, gradient", rounded_to(got, right), right)
     except Wrong as wrong:
-        times = torch.allclose(got, size * gradient, rtol=1e-6, atol=1e-10)
-        hint = f"; it is {size} times the right one: the ranks compute one loss, not {size}"
-        raise Wrong(f"{wrong}{hint if times else ''}") from None
+        for hint, gradient in known:
+            if torch.allclose(got, gradient, rtol=1e-6, atol=1e-10):
+                raise Wrong(f"{wrong}; {hint}") from None
+        raise
