@@ -59,6 +59,11 @@ _HOME = {
     "full_state_dict": "strategies.tensor.state",
     "load_full_state_dict": "strategies.tensor.state",
     "clip_grad_norm_": "strategies.grads",
+    "load_config": "training.config",
+    "Config": "training.config",
+    "parallelize": "training.parallel",
+    "checkpoint": "training.checkpoint",
+    "train": "training.train",
     "GPT": "course.model",
     "GPTConfig": "course.model",
     "GPT_PLAN": "course.plans",
@@ -76,7 +81,9 @@ __all__ = list(_HOME)
 def __getattr__(name):
     if name not in _HOME:
         raise AttributeError(f"s2s_lib has no public name {name!r}")
-    value = getattr(importlib.import_module(f"s2s_lib.{_HOME[name]}"), name)
+    module = importlib.import_module(f"s2s_lib.{_HOME[name]}")
+    # A module whose functions read best with its name: checkpoint.save, checkpoint.load.
+    value = getattr(module, name, module)
     globals()[name] = value
     return value
 

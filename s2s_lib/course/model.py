@@ -183,11 +183,11 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=1e-6)
         self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.attn_dropout, self.mlp_dropout = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
 
     def forward(self, x_BTD):
-        x_BTD = x_BTD + self.dropout(self.attn(self.attn_norm(x_BTD)))
-        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+        x_BTD = x_BTD + self.attn_dropout(self.attn(self.attn_norm(x_BTD)))
+        return x_BTD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BTD)))
 
 
 class GPT(nn.Module):

@@ -1,0 +1,111 @@
+"""`python -m s2s_lib train CONFIG`: a training run from one file.
+
+    s2s train configs/ddp.yaml                       starts the ranks that the file asks for
+    s2s train configs/ddp.yaml --resume              goes on from the last checkpoint
+    s2s train configs/ddp.yaml --set optimizer.lr=3e-4 --steps 100
+    torchrun --nproc-per-node 4 -m s2s_lib train configs/ddp.yaml --resume
+    s2s export runs/ddp/checkpoints weights.safetensors
+
+Ends with 0, with 1 where a rank failed (its name and error are told), with 2 where the file or the
+arguments are wrong.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(prog="s2s", description="Training from one YAML file.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="train as a YAML file says")
+    train.add_argument("config", help="a file such as configs/ddp.yaml")
+    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    train.add_argument("--steps", type=int, help="train up to this step")
+    train.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="instead of the file's"
+    )
+    train.add_argument(
+        "--timeout", type=float, default=300, help="seconds that a message may take (300)"
+    )
+    export = commands.add_parser("export", help="a checkpoint as one plain file of weights")
+    export.add_argument("checkpoints", help="the folder of a checkpoint, or of several")
+    export.add_argument("file", help="the .safetensors file to write")
+    given = parser.parse_args(arguments)
+    return run_train(given) if given.command == "train" else run_export(given)
+
+
+def run_train(given) -> int:
+    from s2s_lib.training.config import ConfigError, load_config
+
+    changes = list(given.set)
+    if given.steps is not None:
+        changes.append(f"steps={given.steps}")
+    try:
+        config = load_config(given.config, changes)
+    except ConfigError as error:
+        return refuse(error)
+    from s2s_lib.ranks.failure import RankError
+    from s2s_lib.ranks.launch import launch
+    from s2s_lib.training.train import train
+
+    try:
+        runs = launch(
+            train,
+            config,
+            given.resume,
+            sys.stderr.isatty(),
+            ranks=config.ranks,
+            cluster=config.cluster_object(),
+            timeout=given.timeout,
+        )
+    except ValueError as error:
+        return refuse(error)
+    except RankError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    if is_first():
+        finish(config, runs)
+    return 0
+
+
+def refuse(error) -> int:
+    print(f"{error}", file=sys.stderr)
+    return 2
+
+
+def is_first() -> bool:
+    """Whether this process is to tell how the run ended: under torchrun only one of them is."""
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def finish(config, runs):
+    """Write the report; say in a line how the run ended."""
+    from s2s_lib.training.report import summary, write_report
+    from s2s_lib.training.runs import read_lines
+
+    folder = Path(runs[0].folder)
+    log = [json.loads(line) for line in read_lines(folder / "log.jsonl")]
+    if not runs[0].log:
+        print(f"{folder}: step {runs[0].first} is done already; --steps takes it further")
+        return
+    print(summary(config, runs[0], log[-1]))
+    print(f"report: {write_report(config, runs, log)}")
+
+
+def run_export(given) -> int:
+    from safetensors.torch import save_file
+
+    from s2s_lib.training.checkpoint import export
+
+    try:
+        weights = export(given.checkpoints)
+    except ValueError as error:
+        return refuse(error)
+    # Tied weights are one memory under two names, which the format does not take.
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, given.file)
+    print(f"{given.file}: {len(weights)} tensors")
+    return 0

@@ -1,0 +1,109 @@
+"""The report at the end of a run: one page of HTML with its pictures inside.
+
+The loss by step; where each rank's time went in the last step; what was sent over which kind of
+link, and what the fullest rank holds.
+"""
+
+import html
+import io
+from pathlib import Path
+
+from s2s_lib.course.charts import draw_bars, draw_timeline
+from s2s_lib.draw import Picture
+from s2s_lib.meters.timeline import KINDS, Timelines
+
+LINKS = {"intra": "inside nodes", "inter": "between nodes", "wire": "between ranks"}
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font-family: system-ui, sans-serif; max-width: 48rem; margin: 2rem auto; padding: 0 1rem;
+  color: #20242c; background: #ffffff; line-height: 1.5 }}
+img {{ max-width: 100%; height: auto }}
+table {{ border-collapse: collapse }}
+td, th {{ padding: 0.2rem 0.8rem; text-align: right; border-bottom: 1px solid #d3d8e0 }}
+td:first-child, th:first-child {{ text-align: left }}
+</style></head><body>
+<h1>{title}</h1>
+{body}
+</body></html>
+"""
+
+
+def write_report(config, runs: list, log: list[dict]) -> Path:
+    """`runs` are what the ranks returned, `log` has every step since the run's beginning; the path
+    of the page written, `report.html` in the run's folder."""
+    folder = Path(runs[0].folder)
+    lines = Timelines(run.timeline for run in runs if run.timeline is not None)
+    last = log[-1]
+    parts = [
+        f"<p>{html.escape(summary(config, runs[0], last))}</p>",
+        "<h2>Loss</h2>",
+        loss_picture(log)._repr_html_(),
+    ]
+    if lines:
+        rows = [(label, in_ms(spans)) for label, spans in lines.rows()]
+        parts += [
+            "<h2>Where the time of the last step went</h2>",
+            draw_timeline(rows)._repr_html_(),
+            table(["", *(f"{kind}, ms" for kind in KINDS)], spent(lines)),
+            "<p>Of the main thread of each rank; communication on a second thread, beside "
+            "computing, is in the picture.</p>",
+        ]
+    sent = {LINKS[link]: size for link, size in last["sent"].items()}
+    parts += [
+        "<h2>Sent in the last step, by all ranks</h2>",
+        draw_bars([("sent", sent)], "sent")._repr_html_() if sent else "<p>Nothing.</p>",
+        "<h2>Held after it, by the fullest rank of each kind</h2>",
+        draw_bars([("held", last["held"])])._repr_html_(),
+    ]
+    page = folder / "report.html"
+    page.write_text(PAGE.format(title=html.escape(folder.name), body="\n".join(parts)), "utf-8")
+    return page
+
+
+def summary(config, run, last) -> str:
+    """One line of what was trained, and how it ended."""
+    sizes = {
+        "data": config.data_parallel_size,
+        "pipeline": config.pipeline_parallel_size,
+        "tensor": config.tensor_parallel_size,
+    }
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
+    held_out = "" if run.evaluation is None else f", {run.evaluation:.4f} on held-out text"
+    loss = f"loss {last['loss']:.4f}"
+    return f"{layout}, ZeRO {config.zero_stage}: step {last['step']}, {loss}{held_out}"
+
+
+def spent(lines) -> list[list[str]]:
+    """A row for each rank: milliseconds of each kind."""
+    return [
+        [f"rank {line.rank}", *(f"{1e3 * line.seconds(kind):.1f}" for kind in KINDS)]
+        for line in lines
+    ]
+
+
+def in_ms(spans):
+    return [(1e3 * start, 1e3 * end, kind, name) for start, end, kind, name in spans]
+
+
+def table(head, rows) -> str:
+    cells = [f"<tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>"]
+    cells += [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
+    return f"<table>{''.join(cells)}</table>"
+
+
+def loss_picture(log) -> Picture:
+    """The loss by step."""
+    # Heavy, and only the end of a run needs it.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(7.6, 3.2), layout="tight")
+    axes = figure.subplots()
+    axes.plot([entry["step"] for entry in log], [entry["loss"] for entry in log], marker=".")
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None})
+    ends = f"from {log[0]['loss']:.4f} in step {log[0]['step']} to {log[-1]['loss']:.4f}"
+    return Picture(written.getvalue(), f"The loss, {ends} in step {log[-1]['step']}.")
