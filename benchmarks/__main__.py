@@ -2,7 +2,7 @@
 
 import sys
 
-from benchmarks import collectives, links, pipeline, report, starts, steps, tensor, zero
+from benchmarks import collectives, links, mesh, pipeline, report, starts, steps, tensor, zero
 
 PARTS = {
     "starts": starts,
@@ -12,6 +12,7 @@ PARTS = {
     "zero": zero,
     "pipeline": pipeline,
     "tensor": tensor,
+    "mesh": mesh,
 }
 
 

@@ -128,6 +128,26 @@ def row_tensor(
     return replace(held, strategy=f"tensor, {ranks} ranks", sent_per_step=sent)
 
 
+def row_mesh(
+    parameters: int, dp: int, pp: int, tp: int, tokens: int, hidden: int, sums: float, whole=0
+) -> Row:
+    """dp replicas of a model in pp stages, each in tp parts: a rank holds 1/(pp tp) of everything.
+
+    Each axis sends what its strategy sends alone, on what the others leave: tensor parallelism
+    `sums` activations of a stage and of a replica's 1/dp of the batch's `tokens`, the pipeline the
+    same tokens between stages (each of the tp ranks all of them), data parallelism the gradients
+    of a part of a stage. `whole` of a stage's parameters are not cut over tp. Means over the ranks.
+    """
+    part = row_tensor(parameters / pp, tp, tokens / dp, hidden, sums, whole)
+    between = row_pipeline(parameters, pp, tokens / dp, hidden).sent_per_step
+    average = row_ddp(part.weights / 4, dp).sent_per_step
+    return replace(
+        part,
+        strategy=f"mesh {dp} x {pp} x {tp}, {dp * pp * tp} ranks",
+        sent_per_step=part.sent_per_step + between + average,
+    )
+
+
 class Table:
     """A Markdown table that a notebook shows as the last line of a cell."""
 

@@ -19,7 +19,9 @@ def run_in_world(fn, args, ranks, cluster, timeout, check) -> list:
         )
     check_cluster(size, cluster)
     if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+        # Meeting the others takes its time, however short a message may take.
+        patience = datetime.timedelta(seconds=max(timeout, 30))
+        dist.init_process_group("gloo", timeout=patience)
     world = connection.connect(dist.get_rank(), size, timeout=timeout, cluster=cluster, check=check)
     value = fn(world, *args)
     messages.finish()

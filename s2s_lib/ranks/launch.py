@@ -29,7 +29,7 @@ def launch(fn, *args, ranks: int | None = None, cluster=None, timeout: float = 6
     if not callable(fn):
         raise TypeError(f"launch needs a function to call on each rank, got {fn!r}")
     check_timeout(timeout)
-    if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
+    if under_torchrun():
         from s2s_lib.ranks.elastic import run_in_world
 
         return run_in_world(fn, args, ranks, cluster, timeout, check)
@@ -44,6 +44,11 @@ def launch(fn, *args, ranks: int | None = None, cluster=None, timeout: float = 6
     with Job(ranks, settings_for(ranks, cluster, timeout, check)) as job:
         answers = job.ask("call", payload)
     return [unpickled(answers[rank], rank) for rank in range(ranks)]
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process, as one of a world."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
 def check_ranks(ranks):

@@ -32,9 +32,16 @@ def preload():
     import cloudpickle  # noqa: F401
     import numpy  # noqa: F401
 
+    # What training from a file needs beside torch: half a second of each rank.
+    import pydantic  # noqa: F401
+    import safetensors.torch  # noqa: F401
+
     # The first optimizer or checkpoint of a process imports it: seconds, in every rank.
     import torch._dynamo  # noqa: F401
     import torch.distributed  # noqa: F401
+    import torch.utils.flop_counter  # noqa: F401
+    import tqdm  # noqa: F401
+    import yaml  # noqa: F401
 
     from s2s_lib.ranks import messages  # noqa: F401
 

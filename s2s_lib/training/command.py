@@ -6,12 +6,13 @@
     torchrun --nproc-per-node 4 -m s2s_lib train configs/ddp.yaml --resume
     s2s export runs/ddp/checkpoints weights.safetensors
 
-Ends with 0, with 1 where a rank failed (its name and error are told), with 2 where the file or the
-arguments are wrong.
+Ends with 0; with 1 where a rank failed, whose name and error are told; with 2 where the file or the
+arguments are wrong, which is told before any rank is started. Ranks compute on CPUs.
 """
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -27,7 +28,10 @@ def main(arguments=None) -> int:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="instead of the file's"
     )
     train.add_argument(
-        "--timeout", type=float, default=300, help="seconds that a message may take (300)"
+        "--timeout",
+        type=float,
+        default=300,
+        help="seconds that a message, or a rank's part of a save, may take (300)",
     )
     export = commands.add_parser("export", help="a checkpoint as one plain file of weights")
     export.add_argument("checkpoints", help="the folder of a checkpoint, or of several")
@@ -48,30 +52,59 @@ def run_train(given) -> int:
         return refuse(error)
     from s2s_lib.ranks.failure import RankError
     from s2s_lib.ranks.launch import launch
-    from s2s_lib.training.train import train
+    from s2s_lib.training.train import look, train
 
+    cluster, bar = config.cluster_object(), sys.stderr.isatty()
+    try:
+        check_ranks(config)
+        look(config)
+    except ValueError as error:
+        return refuse(error)
     try:
         runs = launch(
             train,
             config,
             given.resume,
-            sys.stderr.isatty(),
+            bar,
             ranks=config.ranks,
-            cluster=config.cluster_object(),
+            cluster=cluster,
             timeout=given.timeout,
         )
-    except ValueError as error:
-        return refuse(error)
     except RankError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
     if is_first():
         finish(config, runs)
     return 0
 
 
+def check_ranks(config):
+    """ValueError unless there are, or can be started, as many ranks as the file asks for."""
+    from s2s_lib.ranks.launch import MOST_RANKS, under_torchrun
+
+    asked = (
+        f"data_parallel_size {config.data_parallel_size} x pipeline_parallel_size "
+        f"{config.pipeline_parallel_size} x tensor_parallel_size {config.tensor_parallel_size} = "
+        f"{config.ranks} ranks"
+    )
+    if under_torchrun():
+        there = int(os.environ["WORLD_SIZE"])
+        if there != config.ranks:
+            raise ValueError(f"{asked}, and torchrun has started {there}: make them equal")
+    elif config.ranks > MOST_RANKS:
+        raise ValueError(
+            f"{asked}, and this machine starts at most {MOST_RANKS} processes: use torchrun on "
+            "several machines, or smaller sizes"
+        )
+
+
 def refuse(error) -> int:
-    print(f"{error}", file=sys.stderr)
+    """Tell what is wrong; under torchrun, where all are told the same, once."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{error}", file=sys.stderr)
     return 2
 
 
@@ -97,15 +130,16 @@ def finish(config, runs):
 
 
 def run_export(given) -> int:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from s2s_lib.training.checkpoint import export
 
     try:
         weights = export(given.checkpoints)
-    except ValueError as error:
+        # Tied weights are one memory under two names, which the format does not take.
+        save_file({name: tensor.clone() for name, tensor in weights.items()}, given.file)
+    except (ValueError, OSError, SafetensorError) as error:
         return refuse(error)
-    # Tied weights are one memory under two names, which the format does not take.
-    save_file({name: tensor.clone() for name, tensor in weights.items()}, given.file)
     print(f"{given.file}: {len(weights)} tensors")
     return 0

@@ -18,6 +18,8 @@ import hashlib
 import torch
 from torch import nn
 
+from s2s_lib.strategies.tensor.inside import comes_from_column
+
 # A seed of torch's generator: a mark, a number made from seed and step, the number of a row.
 ROW_BITS, BITS = 24, 62
 MARK = 1 << BITS
@@ -68,19 +70,31 @@ class Dropout(nn.Module):
     1 - p, in training and under `Places`; else x itself.
 
     `name` keeps layers apart; one that is called twice in a forward drops the same twice. Where
-    each of `parts` ranks has T of the row's `parts` T places, this one has part `part`.
+    each of `parts` ranks has T of the row's `parts` T places, this one has part `part`. ValueError
+    for an x that tensor parallelism has cut along another dim: a rank's mask of its own columns or
+    heads would depend on how many ranks there are.
     """
 
     def __init__(self, p: float, name: str, part: int = 0, parts: int = 1):
         super().__init__()
         self.p, self.name, self.part, self.parts = p, name, part, parts
+        self.looked = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         key = torch.initial_seed()
         if not self.training or not self.p or not key & MARK:
             return x
+        self.refuse_cut(x)
         kept = torch.stack([self.kept(key + row, x.shape[1:]) for row in range(x.shape[0])])
         return x * kept / (1 - self.p)
+
+    def refuse_cut(self, x):
+        if not self.looked and x.grad_fn is not None and comes_from_column(x):
+            raise ValueError(
+                f"{self.name} drops between layers that tensor parallelism cuts, and what it drops "
+                "would change with the number of ranks: drop after the row layer, or give it p=0"
+            )
+        self.looked = True
 
     def kept(self, key, shape):
         generator = torch.Generator().manual_seed(digest(key, self.name, bits=BITS))

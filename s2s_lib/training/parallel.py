@@ -31,7 +31,7 @@ from s2s_lib.strategies.pipeline.partition.split import split
 from s2s_lib.strategies.pipeline.run import Pipeline
 from s2s_lib.strategies.tensor.apply import tensor_parallel
 from s2s_lib.strategies.tensor.loss import vocab_parallel_cross_entropy
-from s2s_lib.strategies.tensor.plan import Vocab, matches, style_of
+from s2s_lib.strategies.tensor.plan import matches
 from s2s_lib.strategies.unit import repeated_blocks
 from s2s_lib.strategies.zero import ZeRO
 from s2s_lib.training.config import Config
@@ -41,7 +41,8 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 def parallelize(model: nn.Module, config: Config, world: Group, plan: dict = GPT_PLAN):
-    """`model`, untouched and the same on every rank, as this rank's part of a `Parallel`.
+    """`model`, whole and the same on every rank, as this rank's part of a `Parallel`, which takes
+    it over: its layers are cut, and its dropout is one that no layout changes (dropout.py).
 
     On the meta device only this rank's stages are drawn, from `config.seed`, as construction after
     `torch.manual_seed` draws them: the result does not depend on the layout. `plan` says how
@@ -70,8 +71,6 @@ class Parallel(nn.Module):
         self.dp, self.pp, self.tp = self.mesh[tuple(replicas)], self.mesh["pp"], self.mesh["tp"]
         schedule = config.schedule()
         part = (self.tp.rank, self.tp.size) if config.sequence_parallel else (0, 1)
-        if self.tp.size > 1:
-            refuse_dropout_inside(model, plan)
         place_dropout(model, *part)
         self.aliases = aliases(model)
         blocks = set(repeated_blocks(model))
@@ -125,15 +124,15 @@ class Parallel(nn.Module):
         cuts = even_cuts(len(x), self.pipeline.schedule.microbatches)
         for places in self.places:
             places.begin(self.number, [self.dp.rank * len(x) + cut for cut in cuts[:-1]])
-        loss = self.told(self.pipeline.step(x, y))
+        loss = self.mean_loss(self.pipeline.step(x, y))
         self.number += 1
         return loss
 
     def evaluate(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The loss of these rows as `step` tells it, forward alone. Does not call `.eval()`."""
-        return self.told(self.pipeline.evaluate(x, y))
+        return self.mean_loss(self.pipeline.evaluate(x, y))
 
-    def told(self, loss):
+    def mean_loss(self, loss):
         if loss is None:
             loss = torch.zeros(())
         loss = loss.detach().to(torch.float64)
@@ -164,33 +163,21 @@ def counted(targets):
 
 
 def aliases(model) -> dict[str, str]:
-    """Another name of a tied parameter -> its first name."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: names[id(p)] for name, p in every if names[id(p)] != name}
-
-
-def refuse_dropout_inside(model, plan):
-    """ValueError, with its name, for dropout beside layers that are cut: between a column and a row
-    layer each rank has numbers of its own, and a mask would depend on how many ranks there are."""
-    cut = [pattern for pattern, style in plan.items() if style_of(pattern, style) != Vocab()]
-    names = [name for name, _ in model.named_modules()]
-    holders = {n.rpartition(".")[0] for n in names for pattern in cut if matches(n, pattern)}
-    for name, module in model.named_modules():
-        if type(module) is nn.Dropout and module.p and name.rpartition(".")[0] in holders:
-            raise ValueError(
-                f"{name} drops between layers that tensor parallelism cuts, and what it drops "
-                "would change with the number of ranks: drop after the row layer, or give it p=0"
-            )
+    """Another name of a tied parameter, or of a buffer that modules share -> its first name."""
+    first, others = {}, {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if first.setdefault(id(tensor), name) != name:
+            others[name] = first[id(tensor)]
+    return others
 
 
 def refuse_left_out(model, stages):
-    """ValueError, with its name, for a parameter to be trained that no stage has: nobody would
-    average it, step it or save it."""
+    """ValueError, with its name, for a parameter that no stage has: nobody would average it, step
+    it or save it. (A buffer that the forward does not use is left out.)"""
     reached = {id(p) for stage in stages for p in stage.parameters()}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in reached:
+        if id(parameter) not in reached:
             raise ValueError(
-                f"{name} is used by no stage, so no gradient would ever reach it: remove it, "
-                "freeze it, or use it in the model's forward"
+                f"{name} is used by no stage, so it would be neither trained nor saved: remove it, "
+                "or use it in the model's forward"
             )

@@ -8,7 +8,9 @@
 A second run without --resume gets a folder of its own, runs/ddp-2: nothing is overwritten.
 """
 
+import glob
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -16,46 +18,38 @@ import yaml
 from tqdm import tqdm
 
 from s2s_lib.meters.units import human_bytes
-from s2s_lib.strategies.replicas import exchange
-
-
-def told_by_first(group, ask):
-    """What `ask()` gives on the first rank, on all; where it raises there, all raise ValueError.
-
-    So that no two ranks see different files. It must be what JSON can carry.
-    """
-    answer = {}
-    if group.rank == 0:
-        try:
-            answer = {"value": ask()}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-    answer = json.loads(exchange(json.dumps(answer).encode(), group)[0])
-    if "error" in answer:
-        raise ValueError(f"rank 0: {answer['error']}")
-    return answer["value"]
 
 
 def run_folder(output: str, resume: bool) -> Path:
-    """The last run's folder with `resume`, else the next free one: output, output-2, ..."""
-    number, last = 1, None
-    while (folder := Path(output if number == 1 else f"{output}-{number}")).exists():
-        last, number = folder, number + 1
-    return last if resume and last is not None else folder
+    """The last run's folder with `resume`, else a new one, made now: output, output-2, ..."""
+    base = Path(output)
+    taken = [1] if base.exists() else []
+    for path in base.parent.glob(f"{glob.escape(base.name)}-*"):
+        if (number := path.name[len(base.name) + 1 :]).isdecimal():
+            taken.append(int(number))
+    last = max(taken, default=0)
+    if not (resume and taken):
+        last += 1
+    folder = base if last == 1 else base.with_name(f"{base.name}-{last}")
+    # Another run may have had the same idea: then this one stops, and nothing is mixed.
+    folder.mkdir(parents=True, exist_ok=resume)
+    return folder
 
 
 class Journal:
     """Written by the first rank: the log, and lines or a bar for people."""
 
     def __init__(self, folder: Path, config, first: int, bar: bool):
-        folder.mkdir(parents=True, exist_ok=True)
         written = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
         (folder / "config.yaml").write_text(written)
         path = folder / "log.jsonl"
         kept = [line for line in read_lines(path) if json.loads(line)["step"] <= first]
         self.steps = config.steps
-        self.file = path.open("w", encoding="utf-8")
-        self.file.writelines(line + "\n" for line in kept)
+        # A run that goes on repeats the steps since its checkpoint. The log is there all the time.
+        new = path.with_suffix(".tmp")
+        new.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(new, path)
+        self.file = path.open("a", encoding="utf-8")
         self.bar = (
             tqdm(total=self.steps, initial=first, ncols=100, file=sys.stderr) if bar else None
         )
@@ -93,7 +87,7 @@ def in_words(entry: dict) -> str:
             f"lr {entry['lr']:.2e}",
             f"{entry['tokens_per_second']:,.0f} tokens/s",
             f"sent {sent or '0 B'}",
-            f"held {human_bytes(sum(entry['held'].values()))}",
+            f"held {human_bytes(entry['held_total'])}",
         ]
     )
 

@@ -7,6 +7,7 @@ goes on from a checkpoint does what it would have done, at any layout.
 """
 
 import contextlib
+import hashlib
 import itertools
 import math
 import time
@@ -24,13 +25,14 @@ from s2s_lib.meters.timeline import Timeline, timeline
 from s2s_lib.ranks.group import Group
 from s2s_lib.strategies.grads import clip_grad_norm_
 from s2s_lib.training import checkpoint
+from s2s_lib.training.agree import told
 from s2s_lib.training.config import Config
 from s2s_lib.training.parallel import Parallel, parallelize
-from s2s_lib.training.runs import Journal, run_folder, told_by_first
+from s2s_lib.training.runs import Journal, run_folder
 
 LINKS = ("intra", "inter", "wire")
-# Of how many global batches, at most, the evaluation at the end is.
-EVALUATED = 8
+# Of about how many sequences the evaluation at the end is: as many whole global batches.
+EVALUATED = 256
 
 
 class Run(NamedTuple):
@@ -45,12 +47,15 @@ class Run(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How far a run has come: steps, and samples of this epoch that were used."""
+    """How far a run has come: steps, and samples of this epoch that were used; and what it must
+    find as it was to go on: the seed, the length of a sample, a digest of the text."""
 
-    step: int = 0
-    epoch: int = 0
-    sample: int = 0
-    seed: int = 0
+    step: int
+    epoch: int
+    sample: int
+    seed: int
+    seq: int
+    text: str
 
 
 def train(world: Group, config: Config, resume: bool = False, bar: bool = False) -> Run:
@@ -59,14 +64,15 @@ def train(world: Group, config: Config, resume: bool = False, bar: bool = False)
     With `resume` it goes on from the last good checkpoint of the last run in `config.output`, if
     there is one. `bar` shows a progress bar in the place of a line for each step.
     """
-    folder = Path(told_by_first(world, lambda: str(run_folder(config.output, resume))))
+    folder = Path(first_says(world, lambda: str(run_folder(config.output, resume))))
     checkpoints = folder / "checkpoints"
     parallel = parallelize(build(config), config, world)
     optimizer = make_optimizer(parallel, config)
-    position = begin(world, parallel, optimizer, checkpoints, config, resume)
-    training, held_out = hold_out(text(config.data.path), config.data.hold_out)
-    batches = batches_of(training, config, parallel.dp)
-    first, log, of_last = position.step, [], None
+    training, held_out = read_text(config)
+    batches = batches_of(training, config, parallel.dp, config.seed)
+    start = Position(0, 0, 0, config.seed, config.gpt().seq, digest_of(world, training))
+    position = begin(world, parallel, optimizer, checkpoints, config, resume, start)
+    first, log, saving, of_last = position.step, [], None, None
     journal = Journal(folder, config, first, bar) if world.rank == 0 else None
     steps = itertools.islice(walk(batches, position, config), max(0, config.steps - first))
     for x, y, reached in steps:
@@ -76,6 +82,7 @@ def train(world: Group, config: Config, resume: bool = False, bar: bool = False)
             entry = one_step(parallel, optimizer, x, y, config)
         seconds, of_last = time.monotonic() - started, line
         if last or reached.step % config.log.every == 0:
+            # Of the step itself: not of reading, logging and saving.
             entry["tokens_per_second"] = config.global_batch * x.shape[1] / seconds
             log.append(entry | counted(world, sent, parallel, optimizer))
             if journal:
@@ -83,15 +90,31 @@ def train(world: Group, config: Config, resume: bool = False, bar: bool = False)
         if last or config.checkpoint.every and reached.step % config.checkpoint.every == 0:
             options = {"keep": config.checkpoint.keep, "background": config.checkpoint.background}
             saving = checkpoint.save(checkpoints, parallel, optimizer, reached._asdict(), **options)
-    if log:
+    if saving is not None:
         saving.wait()
     if journal:
         journal.close()
     return Run(str(folder), first, log, evaluate(parallel, held_out, config), of_last)
 
 
+def first_says(world, ask):
+    """What the first rank sees on the disk; another may see a moment later, and something else."""
+    return told(world, lambda: ask() if world.rank == 0 else None, ValueError, "the output folder")[
+        0
+    ]
+
+
 def maybe_timeline(wanted):
     return timeline() if wanted else contextlib.nullcontext()
+
+
+def look(config: Config):
+    """ValueError for a text, or weights to start from, that no rank could use."""
+    training, _ = read_text(config)
+    Batches(training, config.gpt().seq, config.global_batch)
+    source = config.checkpoint.start_from
+    if source and not Path(source).is_file():
+        raise ValueError(f"checkpoint.start_from: there is no file {source}")
 
 
 def build(config: Config) -> GPT:
@@ -113,26 +136,72 @@ def make_optimizer(parallel: Parallel, config: Config) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=options.lr, betas=tuple(options.betas), eps=options.eps)
 
 
-def begin(world, parallel, optimizer, checkpoints, config, resume) -> Position:
+def begin(world, parallel, optimizer, checkpoints, config, resume, start) -> Position:
     """Load what there is to load; where to go on."""
-    position = Position(seed=config.seed)
-    if resume and told_by_first(world, lambda: checkpoint.latest(checkpoints) is not None):
-        position = Position(**checkpoint.load(checkpoints, parallel, optimizer))
-        if position.seed != config.seed:
-            raise ValueError(
-                f"seed: {config.seed}, and the run in {checkpoints.parent} has seed "
-                f"{position.seed}: its data would come in another order; give seed: "
-                f"{position.seed}, or begin a new run without --resume"
-            )
+    position = start
+    if resume and first_says(world, lambda: checkpoint.latest(checkpoints) is not None):
+        ours = [dict(group) for group in optimizer.param_groups]
+        position = position_of(checkpoint.load(checkpoints, parallel, optimizer), checkpoints)
+        refuse_others(start, position, checkpoints.parent)
+        # Settings are those of the configuration, as the learning rate's are.
+        for group, own in zip(optimizer.param_groups, ours, strict=True):
+            group.update(own)
     elif config.checkpoint.start_from:
         checkpoint.start_from(parallel, config.checkpoint.start_from)
     parallel.number = position.step
     return position
 
 
-def batches_of(tokens, config: Config, dp: Group) -> Batches:
+def position_of(progress: dict, checkpoints: Path) -> Position:
+    if set(progress) != set(Position._fields):
+        raise ValueError(
+            f"{checkpoints}: saved by another loop, with {sorted(progress)} as its progress; its "
+            "weights alone can be had with `s2s export` and checkpoint.start_from"
+        )
+    return Position(**progress)
+
+
+def refuse_others(start: Position, position: Position, folder: Path):
+    """ValueError where the samples would not be those that the run has had and was to have."""
+    for key in ("seed", "seq", "text"):
+        was, now = getattr(position, key), getattr(start, key)
+        if was != now:
+            what = "the text to train on" if key == "text" else key
+            raise ValueError(
+                f"the run in {folder} has used samples that would not be the same now: {what} was "
+                f"{was} and is {now}. Give what it was, or begin a new run without --resume"
+            )
+
+
+def read_text(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens to train on and for evaluation; ValueError where they do not fit the model."""
+    tokens = text(config.data.path)
+    most, vocab = int(tokens.max()), config.gpt().vocab
+    if most >= vocab:
+        raise ValueError(
+            f"model.vocab {vocab}: the text has bytes up to {most}, so give at least {most + 1}"
+        )
+    return hold_out(tokens, config.data.hold_out)
+
+
+def digest_of(world: Group, tokens) -> str:
+    """A short number of the text; ValueError where ranks have read different ones."""
+    mine = hashlib.blake2b(tokens.numpy().tobytes(), digest_size=8).hexdigest()
+    said = told(world, lambda: mine, ValueError, "no text")
+    if len(set(said)) > 1:
+        other = next(rank for rank, digest in enumerate(said) if digest != said[0])
+        raise ValueError(
+            f"ranks 0 and {other} read different texts ({said[0]} and {said[other]}): give all "
+            "the same data.path. The text that is taken without one differs between versions of "
+            "Python"
+        )
+    return mine
+
+
+def batches_of(tokens, config: Config, dp: Group, seed: int) -> Batches:
+    """This replica's share of each global batch."""
     rows = config.micro_batch_size * config.gradient_accumulation
-    return Batches(tokens, config.gpt().seq, rows, dp.rank, dp.size, config.seed)
+    return Batches(tokens, config.gpt().seq, rows, dp.rank, dp.size, seed)
 
 
 def walk(batches: Batches, position: Position, config: Config):
@@ -140,12 +209,13 @@ def walk(batches: Batches, position: Position, config: Config):
 
     After a change of the global batch an epoch goes on at the next whole batch.
     """
-    step, epoch, sample, seed = position
+    step, epoch, sample = position[:3]
     while True:
         start = -(-sample // config.global_batch)
         for number, (x, y) in enumerate(batches.epoch(epoch, min(start, len(batches))), start + 1):
             step += 1
-            yield x, y, Position(step, epoch, number * config.global_batch, seed)
+            used = number * config.global_batch
+            yield x, y, position._replace(step=step, epoch=epoch, sample=used)
         epoch, sample = epoch + 1, 0
 
 
@@ -157,13 +227,20 @@ def one_step(parallel, optimizer, x, y, config) -> dict:
     optimizer.zero_grad()
     loss = parallel.step(x, y)
     norm = clip_grad_norm_(parallel, config.optimizer.clip or math.inf)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise FloatingPointError(
+            f"step {parallel.number}: the loss is {loss:.4g} and the gradient's norm {norm:.4g}: "
+            "the step was not taken, and nothing saved. Go on from the last checkpoint (--resume) "
+            f"with less than optimizer.lr {config.optimizer.lr:g}, or with a longer warm-up"
+        )
     optimizer.step()
     return {"step": parallel.number, "loss": float(loss), "grad_norm": float(norm), "lr": rate}
 
 
 def rate_of(config: Config, step: int) -> float:
     """The learning rate of step 0, 1, ... as a share of the highest: up in a line over
-    `warmup_steps`, then down to `final` in the last step, along half a cosine or a line."""
+    `warmup_steps`, then down to `final` in the last step, along half a cosine or a line. A run that
+    goes on to another last step is on another line from there."""
     schedule = config.lr_schedule
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
@@ -176,30 +253,32 @@ def rate_of(config: Config, step: int) -> float:
 
 
 def counted(world: Group, sent, parallel, optimizer) -> dict:
-    """Bytes sent in the step by all ranks, by class of link, and the most that a rank holds, by
-    kind: two all_reduces of some numbers."""
+    """Bytes sent in the step by all ranks, by class of link, with those of a save in the background
+    meanwhile; the most that a rank holds, by kind and in all. Two all_reduces of some numbers."""
     by_link = sent.by("link")
     links = torch.tensor([float(by_link.get(link, 0)) for link in LINKS], dtype=torch.float64)
     with memory(parallel, optimizer) as held:
         pass
-    kinds = torch.tensor([float(held.live[kind]) for kind in KINDS], dtype=torch.float64)
+    kinds = [float(held.live[kind]) for kind in KINDS]
+    kinds = torch.tensor([*kinds, sum(kinds)], dtype=torch.float64)
     links = all_reduce(links, world).tolist()
-    kinds = all_reduce(kinds, world, "max").tolist()
+    *kinds, total = all_reduce(kinds, world, "max").tolist()
     return {
         "sent": {link: int(n) for link, n in zip(LINKS, links, strict=True) if n},
         "held": {kind: int(n) for kind, n in zip(KINDS, kinds, strict=True) if n},
+        "held_total": int(total),
     }
 
 
 def evaluate(parallel: Parallel, tokens, config: Config) -> float | None:
-    """The mean loss over the first held-out batches; None where the text is too short for one."""
+    """The mean loss over about EVALUATED held-out sequences, which do not depend on the seed; None
+    where the text is too short for a global batch of them."""
     try:
-        batches = batches_of(tokens, config, parallel.dp)
+        batches = batches_of(tokens, config, parallel.dp, seed=0)
     except ValueError:
         return None
     parallel.eval()
-    losses = [
-        float(parallel.evaluate(x, y)) for x, y in itertools.islice(batches.epoch(0), EVALUATED)
-    ]
+    some = itertools.islice(batches.epoch(0), max(1, EVALUATED // config.global_batch))
+    losses = [float(parallel.evaluate(x, y)) for x, y in some]
     parallel.train()
     return sum(losses) / len(losses)
