@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from processes import ROOT
+from training_runs import course, rank_processes, start
 
 
 def load(path: Path):
@@ -37,8 +38,7 @@ def expected(tmp_path_factory):
     "layout, kill",
     [
         ("zero3", kills.Kill(rank=0, step=2, saving=False)),
-        ("zero3", kills.Kill(rank=3, step=6, saving=True)),
-        ("background", kills.Kill(rank=1, step=7, saving=False, delay=0.01)),
+        ("background", kills.Kill(rank=1, step=7, saving=False, work=0.01)),
         ("background", kills.Kill(rank=0, step=9, saving=True)),
     ],
 )
@@ -46,16 +46,30 @@ def test_after_a_kill_the_run_goes_on_as_if_nothing_had_been(tmp_path, expected,
     kills.survive(kills.write_config(tmp_path, layout), layout, kill, expected[layout])
 
 
+def test_a_kill_before_a_checkpoint_is_whole_leaves_the_one_before(tmp_path, expected):
+    """A kill may come too late by a moment, when the checkpoint has its name; then once more."""
+    for attempt in range(5):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        kill = kills.Kill(rank=3, step=6, saving=True)
+        path = kills.write_config(folder, "zero3")
+        after = kills.survive(path, "zero3", kill, expected["zero3"])
+        if after.cost_a_checkpoint:
+            assert (after.logged, after.step) == (6, 3)
+            return
+    pytest.fail("five kills, and none came while a checkpoint was being written")
+
+
 def test_a_kill_right_after_resuming_keeps_the_log(tmp_path):
     """Before the first step is logged again, the steps that were done must be on disk."""
     path = kills.write_config(tmp_path, "zero3")
-    first = kills.start(path, "--steps", "6")
+    first = start(tmp_path, "train", path.name, "--steps", 6)
     assert first.wait(kills.LONG) == 0
-    process = kills.start(path, "--resume", "--steps", "12")
+    process = start(tmp_path, "train", path.name, "--resume")
     assert "goes on after step 6" in process.stdout.readline()
-    kills.rank_processes(process)[0].kill()
+    rank_processes(process)[0].kill()
     process.communicate(timeout=kills.SOON)
-    steps = [entry[0] for entry in kills.course(path)]
+    steps = [step for step, *_ in course(kills.folder_of(path))]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 6
 
 

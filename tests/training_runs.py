@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import yaml
 from processes import ROOT
 
-# 16 layers' worth of claims fit a model of 12 thousand parameters; in float64, so that layouts can
-# be compared. An epoch of the text has 6 global batches, and a little is left over.
+# In float64, so that layouts can be compared. An epoch of the text has few global batches.
 BASE = {
     "global_batch": 8,
     "steps": 4,
@@ -42,10 +42,18 @@ def start(folder: Path, *arguments, program=("-m", "s2s_lib"), wrapper=(), **env
 
 
 def log_of(folder: Path) -> list[dict]:
-    """The lines of a run's log."""
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    """The whole lines of a run's log; a rank that was killed may leave half of one."""
+    log = folder / "log.jsonl"
+    lines = log.read_text().split("\n")[:-1] if log.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def course(folder: Path) -> list[tuple]:
     """What of a log must come out the same again: steps, losses, norms and learning rates."""
     return [(e["step"], e["loss"], e["grad_norm"], e["lr"]) for e in log_of(folder)]
+
+
+def rank_processes(process) -> list[psutil.Process]:
+    """Those of a command, in the order in which its fork server, its one child, has made them."""
+    (server,) = psutil.Process(process.pid).children()
+    return sorted(server.children(), key=lambda each: (each.create_time(), each.pid))

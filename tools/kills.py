@@ -9,12 +9,9 @@ a run that nobody disturbed.
 """
 
 import argparse
-import json
 import math
-import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +21,10 @@ from typing import NamedTuple
 import psutil
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from training_runs import course, rank_processes, start
+
 # How long a command may take to end after a kill, and to come to the moment of the kill.
 SOON, LONG = 15, 120
 STEPS, EVERY = 12, 3
@@ -46,13 +46,27 @@ LAYOUTS = {
 
 
 class Kill(NamedTuple):
-    """Which rank is killed, and when: `delay` seconds after the log has `step` lines, or, with
-    `saving`, as soon as the checkpoint of that step is half written."""
+    """Which rank is killed, and when: when the log has `step` lines and the rank has computed for
+    `work` seconds since, or, with `saving`, as soon as that step's checkpoint is half written."""
 
     rank: int
     step: int
     saving: bool
-    delay: float = 0.0
+    work: float = 0.0
+
+
+class Survival(NamedTuple):
+    """Of a run that got over a kill: steps logged when it came, the step it then went on after,
+    and the seconds until the command had ended."""
+
+    logged: int
+    step: int
+    seconds: float
+
+    @property
+    def cost_a_checkpoint(self) -> bool:
+        """The kill came between a checkpoint's step and the moment when it was whole."""
+        return self.logged % EVERY == 0 and self.step < self.logged
 
 
 def main():
@@ -61,7 +75,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     chance = random.Random(given.seed)
-    expected = {}
+    expected, in_saves = {}, 0
     for number in range(given.times):
         layout = list(LAYOUTS)[number % len(LAYOUTS)]
         with tempfile.TemporaryDirectory(prefix="s2s-kills-") as folder:
@@ -71,8 +85,14 @@ def main():
             kill = drawn(chance, ranks_of(layout))
         with tempfile.TemporaryDirectory(prefix="s2s-kills-") as folder:
             path = write_config(Path(folder), layout)
-            told = survive(path, layout, kill, expected[layout])
-        print(f"{number + 1:>3}  {layout:<10}  {told}", flush=True)
+            after = survive(path, layout, kill, expected[layout])
+        in_saves += after.cost_a_checkpoint
+        print(
+            f"{number + 1:>3}  {layout:<10}  rank {kill.rank} killed after step {after.logged}, "
+            f"told in {after.seconds:.1f} s; went on after step {after.step}",
+            flush=True,
+        )
+    print(f"{given.times} kills, {in_saves} of them before a checkpoint was whole: all got over")
 
 
 def write_config(folder: Path, layout: str) -> Path:
@@ -92,43 +112,41 @@ def drawn(chance: random.Random, ranks: int) -> Kill:
     """A kill that chance picks: of any rank, in a step, or in a save that is not the first."""
     saving = chance.random() < 0.5
     step = chance.choice([2 * EVERY, 3 * EVERY]) if saving else chance.randrange(1, STEPS - EVERY)
-    return Kill(chance.randrange(ranks), step, saving, chance.uniform(0, 0.03))
+    return Kill(chance.randrange(ranks), step, saving, chance.choice([0, 0.01, 0.02]))
 
 
 def undisturbed(path: Path) -> list[tuple]:
-    """What a run logs that nobody disturbs."""
-    process = start(path)
+    """The course of a run that nobody disturbs."""
+    process = start(path.parent, "train", path.name)
     _, err = process.communicate(timeout=LONG)
     assert process.returncode == 0, err
-    return course(path)
+    return course(folder_of(path))
 
 
-def survive(path: Path, layout: str, kill: Kill, expected: list[tuple]) -> str:
-    """Kill, look, resume, compare: what happened in a line. AssertionError where it should not."""
-    process = start(path)
-    ranks, moment = at_the_moment(process, path, kill)
+def survive(path: Path, layout: str, kill: Kill, expected: list[tuple]) -> Survival:
+    """Kill, look, resume, compare. AssertionError for what should have been otherwise."""
+    process = start(path.parent, "train", path.name)
+    ranks = at_the_moment(process, folder_of(path), kill)
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     began = time.monotonic()
     ranks[kill.rank].kill()
     out, err = process.communicate(timeout=SOON)
-    took = time.monotonic() - began
+    seconds = time.monotonic() - began
     assert process.returncode == 1, f"exit code {process.returncode}\n{out}\n{err}"
     assert f"rank {kill.rank} of {len(ranks)} was killed by SIGKILL" in err, err
     _, left = psutil.wait_procs(family, timeout=SOON)
     assert not left, left
-    logged = len(course(path))
-    process = start(path, "--resume")
+    logged = len(course(folder_of(path)))
+    process = start(path.parent, "train", path.name, "--resume")
     out, err = process.communicate(timeout=LONG)
     assert process.returncode == 0, f"exit code {process.returncode}\n{out}\n{err}"
     gone_on = re.search("goes on after step ([0-9]+)", out)
     step = int(gone_on.group(1)) if gone_on else 0
     assert step >= checkpointed(logged, layout == "background"), (step, logged)
-    other = [pair for pair in zip(course(path), expected, strict=True) if pair[0] != pair[1]]
+    pairs = zip(course(folder_of(path)), expected, strict=True)
+    other = [pair for pair in pairs if pair[0] != pair[1]]
     assert not other, f"another course, first (after the kill, undisturbed): {other[0]}"
-    return (
-        f"rank {kill.rank} killed {moment} after step {logged}, told in {took:.1f} s; "
-        f"went on after step {step}"
-    )
+    return Survival(logged, step, seconds)
 
 
 def checkpointed(logged: int, background: bool) -> int:
@@ -140,26 +158,25 @@ def checkpointed(logged: int, background: bool) -> int:
     return max(0, (logged - 1) // EVERY - background) * EVERY
 
 
-def at_the_moment(process, path, kill) -> tuple[list[psutil.Process], str]:
-    """Wait until the kill is due: the processes of the ranks in order, and what they are at."""
-    wait_until(process, lambda: len(course(path)) >= kill.step)
+def at_the_moment(process, folder, kill) -> list[psutil.Process]:
+    """Wait until the kill is due: the processes of the ranks, in order."""
+    wait_until(process, lambda: len(course(folder)) >= kill.step)
     ranks = rank_processes(process)
-    if not kill.saving:
-        time.sleep(kill.delay)
-        return ranks, "in a step"
-    checkpoints = folder_of(path) / "checkpoints"
-    wait_until(process, lambda: half_written(checkpoints) or len(course(path)) > kill.step)
-    return ranks, "in a save" if half_written(checkpoints) else "just past a save"
+    if kill.saving:
+        wait_until(process, lambda: half_written(folder) or len(course(folder)) > kill.step)
+    else:
+        due = computed(ranks[kill.rank]) + kill.work
+        wait_until(process, lambda: computed(ranks[kill.rank]) >= due)
+    return ranks
 
 
-def half_written(checkpoints: Path) -> bool:
-    return any(checkpoints.glob("*.tmp"))
+def computed(process: psutil.Process) -> float:
+    """Seconds, in steps of 0.01."""
+    return sum(process.cpu_times()[:2])
 
 
-def rank_processes(process) -> list[psutil.Process]:
-    """In the order in which the fork server, the one child of the command, has made them."""
-    (server,) = psutil.Process(process.pid).children()
-    return sorted(server.children(), key=lambda each: (each.create_time(), each.pid))
+def half_written(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob("*.tmp"))
 
 
 def wait_until(process, condition):
@@ -167,30 +184,10 @@ def wait_until(process, condition):
     while not condition():
         assert process.poll() is None, f"it ended\n{process.communicate()}"
         assert time.monotonic() < limit, "it does not get there"
-        time.sleep(0.0005)
-
-
-def start(path: Path, *more) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "s2s_lib", "train", path.name, *more],
-        cwd=path.parent,
-        env=dict(os.environ, PYTHONPATH=str(ROOT)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def folder_of(path: Path) -> Path:
     return path.parent / "runs" / path.stem
-
-
-def course(path: Path) -> list[tuple]:
-    """Steps, losses, norms and learning rates that a run has logged; half a line is left out."""
-    log = folder_of(path) / "log.jsonl"
-    lines = log.read_text().split("\n")[:-1] if log.exists() else []
-    entries = map(json.loads, lines)
-    return [tuple(e[key] for key in ("step", "loss", "grad_norm", "lr")) for e in entries]
 
 
 if __name__ == "__main__":
