@@ -22,7 +22,9 @@ def main(arguments=None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train as a YAML file says")
     train.add_argument("config", help="a file such as configs/ddp.yaml")
-    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    train.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint of the last run"
+    )
     train.add_argument("--steps", type=int, help="train up to this step")
     train.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="instead of the file's"
@@ -34,7 +36,7 @@ def main(arguments=None) -> int:
         help="seconds that a message, or a rank's part of a save, may take (300)",
     )
     export = commands.add_parser("export", help="a checkpoint as one plain file of weights")
-    export.add_argument("checkpoints", help="the folder of a checkpoint, or of several")
+    export.add_argument("checkpoints", help="a run's folder, that of its checkpoints, or of one")
     export.add_argument("file", help="the .safetensors file to write")
     given = parser.parse_args(arguments)
     return run_train(given) if given.command == "train" else run_export(given)
@@ -135,8 +137,11 @@ def run_export(given) -> int:
 
     from s2s_lib.training.checkpoint import export
 
+    if not given.file.endswith(".safetensors"):
+        return refuse(f"{given.file}: what is written is safetensors; give a name with that ending")
+    inside = Path(given.checkpoints) / "checkpoints"
     try:
-        weights = export(given.checkpoints)
+        weights = export(inside if inside.is_dir() else given.checkpoints)
         # Tied weights are one memory under two names, which the format does not take.
         save_file({name: tensor.clone() for name, tensor in weights.items()}, given.file)
     except (ValueError, OSError, SafetensorError) as error:

@@ -1,6 +1,7 @@
 """Where a run keeps what it writes, and what it tells while it goes.
 
-    runs/ddp/log.jsonl        a line of JSON for each step that was logged
+    runs/ddp/log.jsonl        a line of JSON for each step that was logged; "sent" is by all ranks
+                              together, "held" by the one that holds most
     runs/ddp/config.yaml      the configuration, with everything that was left out
     runs/ddp/checkpoints/     see checkpoint.py
     runs/ddp/report.html      at the end: pictures and numbers (report.py)

@@ -70,7 +70,10 @@ def not_yaml(error, text, where):
     line = lines[mark.line].strip() if mark.line < len(lines) else ""
     words = f"{where(mark.line + 1)}: this is no YAML: {error.problem or error.context}"
     if error.problem == "mapping values are not allowed here":
-        words = f"{where(mark.line + 1)}: a colon too many, or one is missing in the line before"
+        words = (
+            f"{where(mark.line + 1)}: a colon too many, one missing in the line before, or spaces "
+            "too many at its beginning"
+        )
     elif "'\\t'" in words:
         words += "; indent with spaces, not with tabs"
     elif "expected a single document" in str(error.context):
