@@ -470,7 +470,8 @@ def test_evaluation_and_export_are_those_of_the_plain_model(s2s):
     path = write_config(s2s.folder, **keys)
     config = load_config(path)
     runs = launch(train, config, ranks=4)
-    assert s2s("export", "runs/run/checkpoints", "weights.safetensors")[0] == 0
+    assert s2s("export", "runs/run", "weights.safetensors")[0] == 0
+    assert s2s("export", "runs/run", "weights.pt")[0] == 2
     weights = load_file(s2s.folder / "weights.safetensors")
     plain = GPT(config.gpt()).double().eval()
     plain.load_state_dict(weights)
@@ -551,7 +552,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step_and_saves_nothing(
     code, _, err = s2s("train", write_config(s2s.folder, **keys))
     assert code == 1 and "step 1: the loss is nan" in err.splitlines()[1]
     assert log_of(s2s.folder / "runs/run") == []
-    assert s2s("export", "runs/run/checkpoints", "w")[0] == 2
+    assert s2s("export", "runs/run/checkpoints", "w.safetensors")[0] == 2
 
 
 def test_ctrl_c_ends_with_130_and_leaves_nobody(tmp_path):
@@ -575,7 +576,7 @@ def test_a_damaged_checkpoint_is_told_by_its_file(s2s):
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     code, _, err = s2s("train", path, "--resume", "--steps", 2)
     assert code == 1 and largest.name in err.splitlines()[1]
-    code, _, err = s2s("export", "runs/run/checkpoints", "w")
+    code, _, err = s2s("export", "runs/run/checkpoints", "w.safetensors")
     assert code == 2 and largest.name in err and "Traceback" not in err
     assert [entry["step"] for entry in log_of(s2s.folder / "runs/run")] == [1]
 
