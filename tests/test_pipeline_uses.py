@@ -29,7 +29,20 @@ from pipeline_training import (
 )
 from torch import nn
 
-from s2s_lib import DDP, Mesh, Pipeline, ZeRO, bill, clip_grad_norm_, launch, schedule
+from s2s_lib import (
+    DDP,
+    Cluster,
+    Link,
+    Mesh,
+    Pipeline,
+    ZeRO,
+    barrier,
+    bill,
+    clip_grad_norm_,
+    launch,
+    schedule,
+    timeline,
+)
 
 # The number of micro-batches
 
@@ -449,3 +462,28 @@ def test_a_schedule_written_by_hand_runs():
         assert_parity(stages(2), world, plan, functools.partial(batch, 7))
 
     launch(work, ranks=2)
+
+
+@pytest.mark.parametrize("strategy", ["DDP", "ZeRO-1", "ZeRO-2"])
+def test_a_stage_gets_its_last_gradient_before_the_replicas_of_the_next_have_averaged(strategy):
+    """Else the averages of the stages follow each other, and a step waits for all of them."""
+
+    def wrap(stage, group):
+        return DDP(stage, group) if strategy == "DDP" else ZeRO(stage, group, int(strategy[-1]))
+
+    def work(world):
+        mesh = Mesh(world, dp=2, pp=2)
+        stage = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        plan = schedule.one_f_one_b(2, 2)
+        pipeline = Pipeline(wrap(stage, mesh["dp"]), mesh["pp"], plan, mean_square)
+        for _ in range(2):
+            barrier(world)
+            with timeline() as line:
+                pipeline.step(torch.ones(4, 64), torch.zeros(4, 64))
+        averages = [s for s in line.spans(1) if s.name in ("all_reduce", "reduce_scatter")]
+        return mesh["pp"].rank, averages[0].start, averages[-1].end
+
+    # Between replicas: 33 kB take a third of a second.
+    cluster = Cluster(2, 2, inter=Link(gbit_s=0.0008))
+    spans = {stage: span for stage, *span in launch(work, ranks=4, cluster=cluster)}
+    assert spans[0][0] < spans[1][1]

@@ -81,7 +81,7 @@ class DDP(nn.Module):
         self.module = module
         self.group = group
         self.overlap = overlap
-        self.syncing = True
+        self.syncing, self.waiting, self.due = True, True, False
         self.backward = Backward(self.end_backward)
         check_same(module, group)
         copy_from([*module.parameters(), *module.buffers()], group)
@@ -204,7 +204,25 @@ class DDP(nn.Module):
                     self.send(bucket)
             self.wait_for_buckets()
 
+    @contextlib.contextmanager
+    def waiting_later(self):
+        """A backward inside returns while its averages may still be under way; the gradients are
+        final after `wait()`. So in a pipeline the stage before need not wait for them."""
+        self.waiting = False
+        try:
+            yield
+        finally:
+            self.waiting = True
+
+    def wait(self):
+        """Until the averages of a backward under `waiting_later` are there."""
+        if self.due:
+            self.wait_for_buckets()
+
     def wait_for_buckets(self):
+        self.due = not self.waiting
+        if self.due:
+            return
         for bucket in self.buckets:
             bucket.wait()
             bucket.hand_out()

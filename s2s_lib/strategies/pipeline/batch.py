@@ -84,11 +84,20 @@ class Batch:
 
     def apart(self, action):
         """Where a stage is a DDP or a ZeRO, its replicas exchange nothing before the last of its
-        backwards (and buffers with the last of its forwards)."""
+        backwards (and buffers with the last of its forwards). That one does not wait for what they
+        exchange: the stage before waits for its gradient. See `settle`."""
         module = self.pipeline.module_of[action.stage]
-        if not hasattr(module, "no_sync") or action == self.final[action.stage, action.kind == "F"]:
+        if not hasattr(module, "no_sync"):
             return contextlib.nullcontext()
-        return module.no_sync()
+        if action != self.final[action.stage, action.kind == "F"]:
+            return module.no_sync()
+        return contextlib.nullcontext() if action.kind == "F" else module.waiting_later()
+
+    def settle(self):
+        """At the end: gradients are what the replicas have exchanged."""
+        for module in self.pipeline.module_of.values():
+            if hasattr(module, "no_sync"):
+                module.wait()
 
     def F(self, action):
         stage, _, micro = action

@@ -66,8 +66,8 @@ class Pipeline(nn.Module):
     micro-batch, and `count(target)` says how many those are, so that the batch's loss is the mean
     over all of its terms. The default counts the target's rows; where some tokens do not count, or
     micro-batches have rows of different lengths, `count=lambda y: (y != -100).sum()`. A stage may
-    be a DDP, or with whole backwards a ZeRO: its replicas exchange once a batch, and each replica's
-    loss is the mean over its own terms.
+    be a DDP, or with whole backwards a ZeRO: its replicas exchange once a batch, beside what other
+    stages still compute, and each replica's loss is the mean over its own terms.
 
     Construction: the ranks exchange some hundred bytes; ValueError on all of them if the group has
     another size than the schedule, a rank has other stages than the schedule gives it, or the
@@ -188,6 +188,7 @@ class Pipeline(nn.Module):
             steps = self.training_program if training else self.forward_program
             for action in walk(steps, mail, batch.here, self.accelerator.wait):
                 batch.act(action)
+            batch.settle()
         return batch
 
     def cut(self, mode, x, y):
