@@ -1,5 +1,6 @@
 """When a backward begins and ends, for strategies that have work to do around it."""
 
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -9,14 +10,16 @@ from torch.utils import _pytree as pytree
 
 
 class Backward:
-    """The outermost backward under way; `at_end` is called when it is over.
+    """The outermost backward under way; `at_end` is called when it is over, and then `finish`,
+    which waits for what is still on its way.
 
-    A backward that raises never calls `at_end`, and `running` is False after it.
+    A backward that raises calls neither, and `running` is False after it.
     """
 
-    def __init__(self, at_end):
-        self.at_end = at_end
+    def __init__(self, at_end, finish):
+        self.at_end, self.finish = at_end, finish
         self.ending = None
+        self.waits, self.due = True, False
 
     @property
     def running(self) -> bool:
@@ -35,6 +38,25 @@ class Backward:
     def end(self):
         self.ending = None
         self.at_end()
+        self.due = True
+        if self.waits:
+            self.wait()
+
+    @contextlib.contextmanager
+    def waiting_later(self):
+        """A backward inside returns before its gradients are final; they are after `wait()`. So in
+        a pipeline the stage before need not wait for the average of this one."""
+        self.waits = False
+        try:
+            yield
+        finally:
+            self.waits = True
+
+    def wait(self):
+        """Finish a backward under `waiting_later`, if there was one."""
+        if self.due:
+            self.due = False
+            self.finish()
 
 
 def current_backward() -> int | None:

@@ -81,8 +81,8 @@ class DDP(nn.Module):
         self.module = module
         self.group = group
         self.overlap = overlap
-        self.syncing, self.waiting, self.due = True, True, False
-        self.backward = Backward(self.end_backward)
+        self.syncing = True
+        self.backward = Backward(self.end_backward, self.finish_backward)
         check_same(module, group)
         copy_from([*module.parameters(), *module.buffers()], group)
         self.buffers_from = 0
@@ -194,35 +194,25 @@ class DDP(nn.Module):
             average()
 
     def end_backward(self):
-        """When the outermost backward is over: send the rest, wait for all."""
+        """When the outermost backward is over: send the rest."""
         _running.remove(self)
-        # torch.autograd.grad may pass through the outputs without asking for any parameter.
-        if any(any(bucket.arrived) for bucket in self.buckets):
+        if self.reached:
             for bucket in self.buckets:
                 if not bucket.sent:
                     bucket.fill()
                     self.send(bucket)
+
+    def finish_backward(self):
+        if self.reached:
             self.wait_for_buckets()
 
-    @contextlib.contextmanager
-    def waiting_later(self):
-        """A backward inside returns while its averages may still be under way; the gradients are
-        final after `wait()`. So in a pipeline the stage before need not wait for them."""
-        self.waiting = False
-        try:
-            yield
-        finally:
-            self.waiting = True
-
-    def wait(self):
-        """Until the averages of a backward under `waiting_later` are there."""
-        if self.due:
-            self.wait_for_buckets()
+    @property
+    def reached(self) -> bool:
+        """Whether this backward did: torch.autograd.grad may pass through the outputs without
+        asking for any parameter."""
+        return any(any(bucket.arrived) for bucket in self.buckets)
 
     def wait_for_buckets(self):
-        self.due = not self.waiting
-        if self.due:
-            return
         for bucket in self.buckets:
             bucket.wait()
             bucket.hand_out()

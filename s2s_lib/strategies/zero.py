@@ -122,9 +122,8 @@ class ZeRO(nn.Module):
         averaged = [group] if stage == 0 else []
         self.averaged_over = averaged + ([replicate] if replicate and sync_every == 1 else [])
         self.syncing = True
-        self.backward = Backward(self.end_backward)
-        self.unfinished = self.ending = False
-        self.waiting = True
+        self.backward = Backward(self.close_all, self.end_backward)
+        self.unfinished = False
         self.steps = weakref.WeakKeyDictionary()
         self.flat_of, self.unit_of = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.cut_up()
@@ -357,7 +356,7 @@ class ZeRO(nn.Module):
         self.narrow_gradients()
         lost = self.unfinished and self.accumulated
         if self.unfinished:
-            self.unfinished = self.accumulated = self.ending = False
+            self.unfinished = self.accumulated = self.backward.due = False
             if self.reducing is not None:
                 with contextlib.suppress(Exception):
                     self.reducing[1].wait()
@@ -452,26 +451,7 @@ class ZeRO(nn.Module):
             unit.drop_local()
 
     def end_backward(self):
-        self.close_all()
-        self.ending = True
-        if self.waiting:
-            self.wait()
-
-    @contextlib.contextmanager
-    def waiting_later(self):
-        """A backward inside returns before all its gradients are reduced; they are final after
-        `wait()`. So in a pipeline the stage before need not wait for them."""
-        self.waiting = False
-        try:
-            yield
-        finally:
-            self.waiting = True
-
-    def wait(self):
         """Reduce what is left of a backward, and hand the gradients out."""
-        if not self.ending:
-            return
-        self.ending = False
         trainable = [unit for unit in self.reducing_order() if unit.trainable]
         if self.syncing and any(unit.arrived for unit in trainable):
             for unit in trainable:

@@ -91,13 +91,13 @@ class Batch:
             return contextlib.nullcontext()
         if action != self.final[action.stage, action.kind == "F"]:
             return module.no_sync()
-        return contextlib.nullcontext() if action.kind == "F" else module.waiting_later()
+        return contextlib.nullcontext() if action.kind == "F" else module.backward.waiting_later()
 
     def settle(self):
         """At the end: gradients are what the replicas have exchanged."""
         for module in self.pipeline.module_of.values():
             if hasattr(module, "no_sync"):
-                module.wait()
+                module.backward.wait()
 
     def F(self, action):
         stage, _, micro = action
