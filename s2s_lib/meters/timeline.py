@@ -155,12 +155,9 @@ def _gaps(whole: Span, inside: list[Span]) -> list[Span]:
 @contextlib.contextmanager
 def timeline():
     """Record what this rank does inside the `with`; yields a `Timeline`, which can be returned."""
-    here = connection.current()
-    log = Timeline(here.rank)
-    # A new list: other threads may be walking through the present one.
-    here.logs = [*here.logs, log]
+    log = Timeline(connection.current().rank)
     try:
-        yield log
+        with connection.heard_by(log):
+            yield log
     finally:
-        here.logs = [other for other in here.logs if other is not log]
         log.end = time.monotonic()

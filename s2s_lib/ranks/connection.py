@@ -11,8 +11,13 @@ import time
 import torch
 import torch.distributed as dist
 
+from s2s_lib.ranks import hangup
 from s2s_lib.ranks.group import Group
 from s2s_lib.ranks.links import Links
+
+
+class ConnectionLost(RuntimeError):
+    """The other end of a message is gone."""
 
 
 class Log:
@@ -40,6 +45,11 @@ class Wire:
     def __init__(self, backend, rank, size, timeout, cluster, check):
         self.backend = backend
         self.rank = rank
+        # Each connected rank's place in the backend, and what it is connected by.
+        self.places = range(size)
+        self.sockets = set()
+        # Where the ranks met, or None under torchrun.
+        self.file = None
         self.timeout = timeout
         self.patience = datetime.timedelta(seconds=timeout)
         self.cluster = cluster
@@ -67,14 +77,21 @@ class Wire:
         self.left.extend(transfers)
         self.pending.difference_update(transfers)
 
+    def store(self, name: str) -> dist.Store:
+        """A store of this name, which all ranks see, and which outlives each of them."""
+        if self.file is not None:
+            return dist.FileStore(f"{self.file}.{name}", -1)
+        return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
     def admit(self, group):
         """ValueError unless the group's ranks exist and this process is where it says it is."""
         if group.key not in self.known:
-            missing = [rank for rank in group.ranks if rank not in range(self.size)]
+            missing = [rank for rank in group.ranks if rank not in self.places]
             if missing:
+                there = f"0..{self.size - 1}" if type(self.places) is range else list(self.places)
                 raise ValueError(
                     f"group {list(group.ranks)} names rank {missing[0]!r}, "
-                    f"the world has ranks 0..{self.size - 1}"
+                    f"the world has ranks {there}"
                 )
             self.known.add(group.key)
         if group.ranks[group.rank] != self.rank:
@@ -108,6 +125,7 @@ def connect(rank, size, store=None, timeout=60.0, cluster=None, check=False) -> 
     """
     global _wire
     _prefer_batch_scheduling()
+    before = hangup.connections()
     if store is not None:
         # gloo would otherwise look up the host's name and listen wherever that points.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
@@ -121,7 +139,46 @@ def connect(rank, size, store=None, timeout=60.0, cluster=None, check=False) -> 
         )
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     _wire = Wire(backend, rank, size, timeout, cluster, check)
+    _wire.sockets, _wire.file = hangup.connections() - before, store
     return Group(tuple(range(size)), rank)
+
+
+def reconnect(store: dist.Store, ranks: list[int], patience: float):
+    """Connect anew with these ranks of the world only, who all call this; all keep their numbers.
+
+    What was under way on the connection before fails, here and on the other side. RuntimeError if
+    they have not all come after `patience` seconds.
+    """
+    global _wire
+    old = current()
+    hang_up()
+    before = hangup.connections()
+    wait = datetime.timedelta(seconds=patience)
+    store.set_timeout(wait)
+    backend = dist.ProcessGroupGloo(store, ranks.index(old.rank), len(ranks), wait)
+    new = Wire(backend, old.rank, old.size, old.timeout, old.cluster, old.check)
+    new.places = {rank: place for place, rank in enumerate(ranks)}
+    new.sockets = hangup.connections() - before
+    new.links, new.logs, new.file = old.links, old.logs, old.file
+    _wire = new
+
+
+@contextlib.contextmanager
+def waiting_at_most(seconds: float):
+    """Inside, no message of this rank may take longer than that, or than it otherwise may."""
+    here = current()
+    before = here.timeout, here.patience
+    here.timeout = min(seconds, here.timeout)
+    here.patience = datetime.timedelta(seconds=here.timeout)
+    try:
+        yield
+    finally:
+        here.timeout, here.patience = before
+
+
+def hang_up():
+    """End this process's connections: every wait for another rank fails, on both sides."""
+    hangup.hang_up(current().sockets)
 
 
 def disconnect():
@@ -146,12 +203,25 @@ def current() -> Wire:
     """This process's connection; RuntimeError where there is none."""
     wire, home = _wire, thread.home
     if home is not None and home is not wire:
-        raise RuntimeError("this background task belongs to a connection that is gone")
+        raise ConnectionLost("this background task belongs to a connection that is gone")
     if wire is None:
         raise RuntimeError(
             "no ranks here: ranks communicate inside a function given to launch(fn, ranks=...)"
         )
     return wire
+
+
+@contextlib.contextmanager
+def heard_by(log: Log):
+    """Inside, the wire tells `log` what it does, also after a new connection."""
+    here = current()
+    # A new list: other threads may be walking through the present one.
+    here.logs = [*here.logs, log]
+    try:
+        yield log
+    finally:
+        here = _wire or here
+        here.logs = [other for other in here.logs if other is not log]
 
 
 def mark(name: str):

@@ -45,6 +45,11 @@ def failure_of(job) -> RankError:
     return raised(job, by_kind["lost"])
 
 
+def failure_at(job, rank) -> RankError:
+    """What became of one rank, whatever became of the others."""
+    return death(job, rank) if rank in job.deaths else raised(job, [rank])
+
+
 def death(job, rank):
     status = job.deaths[rank]
     when = "after" if rank in job.answers else "before"

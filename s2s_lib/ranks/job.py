@@ -87,6 +87,7 @@ class Job:
     def __init__(self, ranks: int, settings: dict):
         self.size = ranks
         self.timeout, self.check = settings["timeout"], settings["check"]
+        self.survive = settings["survive"]
         self.folder = tempfile.mkdtemp(prefix="s2s-")
         self.selector = selectors.DefaultSelector()
         self.channels, self.streams = [], []
@@ -154,7 +155,8 @@ class Job:
     def ask(self, kind, payload, ranks=None) -> dict:
         """Send a task to some ranks (all by default) and return their answers by rank.
 
-        RankError if a rank raises, dies or waits in vain.
+        RankError if a rank raises, dies or waits in vain; where they may `survive` each other, only
+        if all do.
         """
         ranks = range(self.size) if ranks is None else ranks
         self.answers, self.failures, self.wheres, self.asked_where = {}, {}, {}, False
@@ -162,12 +164,20 @@ class Job:
         for rank in ranks:
             self.send(rank, message)
         deadline = None
-        while len(self.answers) < len(ranks):
-            deadline = self.new_deadline(deadline)
-            if deadline and (time.monotonic() >= deadline or self.all_told(ranks)):
-                raise failure_of(self)
+        while not self.over(ranks):
+            if not self.survive or self.server_gone:
+                deadline = self.new_deadline(deadline)
+                if deadline and (time.monotonic() >= deadline or self.all_told(ranks)):
+                    raise failure_of(self)
             self.serve(deadline)
+        if not self.answers:
+            raise failure_of(self)
         return self.answers
+
+    def over(self, ranks) -> bool:
+        """Whether every rank has answered, or has failed and may."""
+        failed = self.failures.keys() | self.deaths.keys() if self.survive else set()
+        return self.answers.keys() | failed >= set(ranks)
 
     def send(self, rank, message: bytes):
         with self.noticed_later():

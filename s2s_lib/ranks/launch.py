@@ -5,13 +5,22 @@ import sys
 from numbers import Integral, Real
 
 from s2s_lib.cluster import Cluster
+from s2s_lib.ranks.failure import failure_at
 from s2s_lib.ranks.job import Job
 from s2s_lib.ranks.pickling import pickled, unpickled
 
 MOST_RANKS = 256
 
 
-def launch(fn, *args, ranks: int | None = None, cluster=None, timeout: float = 60, check=False):
+def launch(
+    fn,
+    *args,
+    ranks: int | None = None,
+    cluster=None,
+    timeout: float = 60,
+    check: bool = False,
+    survive: bool = False,
+):
     """Call `fn(world, *args)` on `ranks` processes; returns the list of their values.
 
     `world` is the `Group` of all ranks. `fn`, `args` and the values travel by cloudpickle, so a
@@ -21,10 +30,14 @@ def launch(fn, *args, ranks: int | None = None, cluster=None, timeout: float = 6
     links; no single send or receive may take longer than `timeout` seconds; `check=True` compares
     what the ranks are about to do before every collective, at the price of extra messages.
 
+    With `survive=True` a rank that raises or is killed does not end the others: they find that its
+    connections are gone, and go on if they can (see `Islands`). In the list is then its RankError.
+
     Under torchrun the same call joins that world instead: `ranks` must then equal its size, or
     be left out, and the list holds the values of all ranks on each.
 
-    RankError when a rank raises, is killed, or waits in vain; nothing is left running.
+    RankError when a rank raises, is killed, or waits in vain (with `survive`: when all do); nothing
+    is left running.
     """
     if not callable(fn):
         raise TypeError(f"launch needs a function to call on each rank, got {fn!r}")
@@ -41,9 +54,13 @@ def launch(fn, *args, ranks: int | None = None, cluster=None, timeout: float = 6
     check_ranks(ranks)
     check_cluster(ranks, cluster)
     payload = pickled(fn, args)
-    with Job(ranks, settings_for(ranks, cluster, timeout, check)) as job:
+    settings = settings_for(ranks, cluster, timeout, check) | {"survive": survive}
+    with Job(ranks, settings) as job:
         answers = job.ask("call", payload)
-    return [unpickled(answers[rank], rank) for rank in range(ranks)]
+        return [
+            unpickled(answers[rank], rank) if rank in answers else failure_at(job, rank)
+            for rank in range(ranks)
+        ]
 
 
 def under_torchrun() -> bool:
@@ -80,6 +97,7 @@ def settings_for(ranks, cluster, timeout, check) -> dict:
         "cluster": cluster,
         "timeout": float(timeout),
         "check": check,
+        "survive": False,
         "threads": max(1, cores // ranks),
         "path": list(sys.path),
         "folder": working_folder(),

@@ -21,7 +21,7 @@ import zlib
 
 import torch
 
-from s2s_lib.ranks.connection import current
+from s2s_lib.ranks.connection import ConnectionLost, current
 from s2s_lib.ranks.connection import thread as this_thread
 
 # A dtype's number is part of a tag, so it must be the same in every process.
@@ -37,10 +37,6 @@ class WaitTimeout(RuntimeError):
     """
 
     wait: tuple[str, str, float] | None = None
-
-
-class ConnectionLost(RuntimeError):
-    """The other end of a message is gone."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -166,19 +162,20 @@ class Transfer:
 
     def start(self, wire, tag):
         slowed = wire.links and wire.links.between(self.peer)
+        place = wire.places[self.peer]
         if self.receiving:
             if slowed:
                 header = torch.empty(1, dtype=torch.float64, device="cpu")
-                self.header = (header, wire.backend.recv([header], self.peer, tag | HEADER))
-            return wire.backend.recv([self.tensor], self.peer, tag)
+                self.header = (header, wire.backend.recv([header], place, tag | HEADER))
+            return wire.backend.recv([self.tensor], place, tag)
         if slowed:
             header = wire.links.depart(self.peer, self.tensor.nbytes)
-            self.header = (header, wire.backend.send([header], self.peer, tag | HEADER))
+            self.header = (header, wire.backend.send([header], place, tag | HEADER))
         if self.logs:
             outermost, now = self.operation.outermost, time.monotonic()
             for log in self.logs:
                 log.message(outermost.shown, outermost.group, self.peer, self.tensor.nbytes, now)
-        return wire.backend.send([self.tensor], self.peer, tag)
+        return wire.backend.send([self.tensor], place, tag)
 
     def wait(self) -> torch.Tensor:
         """Block until the message has gone or come. Waiting again returns at once."""

@@ -18,8 +18,6 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
-from s2s_lib.ranks import hangup
-
 LAST_FD = 1 << 16
 # Seconds for what is on its way to a stopped rank.
 MESSAGES_ARRIVE = 0.5
@@ -168,7 +166,6 @@ class Worker:
         from s2s_lib.ranks import connection
 
         settings = self.settings
-        before = hangup.connections()
         self.world = connection.connect(
             self.rank,
             settings["size"],
@@ -177,7 +174,6 @@ class Worker:
             cluster=settings["cluster"],
             check=settings["check"],
         )
-        self.connections = hangup.connections() - before
 
     def do_call(self, payload):
         import cloudpickle
@@ -185,8 +181,13 @@ class Worker:
         from s2s_lib.ranks import messages
 
         fn, args = cloudpickle.loads(payload)
-        value = fn(self.world, *args)
-        messages.finish()
+        try:
+            value = fn(self.world, *args)
+            messages.finish()
+        finally:
+            if self.settings["survive"]:
+                # The others may go on, and must not wait for this one.
+                self.hang_up()
         try:
             return "result", cloudpickle.dumps(value)
         except Exception as error:
@@ -221,12 +222,17 @@ class Worker:
         # Python gets to its interrupt only when the message that it waits for has come. Most do.
         time.sleep(MESSAGES_ARRIVE)
         if self.state == "running":
-            hangup.hang_up(self.connections)
+            self.hang_up()
+
+    def hang_up(self):
+        from s2s_lib.ranks import connection
+
+        connection.hang_up()
 
     def do_reconnect(self, store):
         from s2s_lib.ranks import connection
 
-        hangup.hang_up(self.connections)
+        self.hang_up()
         connection.disconnect()
         self.settings["store"] = store
         self.connect()

@@ -20,8 +20,7 @@ def check_same(module: nn.Module, group: Group):
     the same module: the same parameters and buffers, in the same order, with the same shapes,
     dtypes, `requires_grad` and order in memory. Where all is well it costs an all_gather of 8
     bytes a rank."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    mine = "\n".join(_entry(name, tensor) for name, tensor in named).encode()
+    mine = described(module).encode()
     digest = hashlib.sha256(mine).digest()[:8]
     number = torch.tensor([int.from_bytes(digest, "big", signed=True)], device="cpu")
     if len(set(all_gather(number, group).tolist())) == 1:
@@ -29,7 +28,13 @@ def check_same(module: nn.Module, group: Group):
     first, *others = [said.decode().splitlines() for said in exchange(mine, group)]
     for rank, theirs in enumerate(others, start=1):
         if theirs != first:
-            raise ValueError(_difference(first, theirs, rank))
+            raise ValueError(difference(first, theirs, rank))
+
+
+def described(module: nn.Module) -> str:
+    """A line for each parameter and buffer: all in which replicas must not differ."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return "\n".join(_entry(name, tensor) for name, tensor in named)
 
 
 def _entry(name, tensor):
@@ -47,7 +52,8 @@ def exchange(mine: bytes, group) -> list[bytes]:
     return [part.numpy().tobytes() for part in parts]
 
 
-def _difference(first, theirs, rank):
+def difference(first: list[str], theirs: list[str], rank: int) -> str:
+    """The first line in which a rank differs from rank 0, in words."""
     at = next(
         (i for i, pair in enumerate(zip(first, theirs, strict=False)) if pair[0] != pair[1]),
         min(len(first), len(theirs)),

@@ -1,0 +1,301 @@
+"""DiLoCo: data parallelism over links that are too slow for it.
+
+    who holds what    every island all of its model, plus outer weights and momentum: two copies
+    who sends what    2(W-1)/W of the weights' bytes once in H steps, where DDP sends them in each
+
+Each of W islands trains by itself for H steps. Then the islands average how far each has come, and
+take that average for the gradient of one step of an *outer* optimizer, from which all go on:
+
+    gradient = outer - live                                # the pseudo-gradient
+    gradient = all_reduce(gradient, islands, "avg")
+    momentum = outer_momentum * momentum + gradient
+    outer    = outer - outer_lr * (gradient + outer_momentum * momentum)
+    live     = outer
+
+An island is a rank, or as many as a model needs: DiLoCo works on whatever this rank has of it, so
+inside an island there may be DDP, ZeRO, tensor and pipeline parallelism, and `group` is the ranks
+at the same place in all islands: one more axis of a mesh.
+
+Local SGD is the same with an outer step of 1 without momentum (Stich, arXiv:1805.09767); that with
+H = 1 at first is post-local SGD (Lin et al., arXiv:1808.07217). (Douillard et al.,
+arXiv:2311.08105; streaming: arXiv:2501.18512.)
+"""
+
+import torch
+from torch import nn
+
+from s2s_lib.collectives.background import background
+from s2s_lib.collectives.functions import all_reduce
+from s2s_lib.collectives.quantised import quantised_all_reduce
+from s2s_lib.ranks.group import Group
+from s2s_lib.ranks.islands import Islands, LeftBehind
+from s2s_lib.strategies.diloco.checks import check_optimizer, check_options, sync_interval
+from s2s_lib.strategies.diloco.fragment import Fragment, OuterStep, Underway, cut
+from s2s_lib.strategies.diloco.gossip import pair_of
+from s2s_lib.strategies.diloco.newcomers import let_in, refuse_others
+from s2s_lib.strategies.grads import refuse_cut_over
+from s2s_lib.strategies.replicas import check_options_same, check_same, copy_from
+
+# On which background thread: gradients and weights travel on others.
+BETWEEN_ISLANDS = 4
+# Each rank sends the same, 2(W-1)/W, and a message crosses twice: latency is what is long here.
+ALGORITHM = "direct"
+
+
+class Fixed:
+    """Islands of which none comes or goes."""
+
+    here, joined = True, ()
+
+    def __init__(self, group: Group):
+        self.group = group
+
+    def together(self, work):
+        return work(self.group)
+
+
+class DiLoCo:
+    """Watches the steps of `inner_optimizer`; after each `sync_every`-th all islands are synced.
+
+    The loop stays as it is: `loss.backward(); optimizer.step()`. All islands make equally many
+    steps. At the end call `flush()`, which syncs what is left where steps are no multiple of
+    `sync_every`; `with DiLoCo(...):` does so, and lets go of the optimizer.
+
+        diloco = DiLoCo(model, optimizer, mesh["island"], sync_every=50)
+
+    `model` is a module, a DDP, a ZeRO or a Parallel, `group` the ranks at the same place in all
+    islands; or an `Islands`, of which some may come late, leave or die. Construction: all check
+    that they built the same, and take the weights and buffers of the first island; a latecomer
+    waits for the next sync, and takes what the others have then, the momentum too.
+
+    What is synced: each parameter that requires a gradient, used or not, by an outer step
+    (`outer_lr`, `outer_momentum`, `nesterov`, as in torch.optim.SGD); buffers of floating numbers
+    become their mean; frozen parameters and other buffers are not touched. The inner optimizer's
+    moments stay what they are on each island: with `moments="average"` they are averaged too, with
+    "reset" forgotten.
+
+    Streaming: with `fragments=P` the parameters are synced in P parts, each once in `sync_every`
+    steps, one after the other, so that less travels at a time. With `delay` they travel behind that
+    many inner steps; then the live weights become the outer ones, but for the share `mixing` that
+    they keep of themselves (the paper: 0.5).
+    `bits` 8 or 4: pseudo-gradients travel as whole numbers (quantised_all_reduce), with
+    `error_feedback` such that what rounding has left out is sent the next time.
+    `gossip`: each island takes an outer step by itself and then the mean of its outer weights and
+    those of one other island, drawn anew each time from `seed`: the islands are never all the same
+    until `flush()`.
+
+    Sent by each rank in `sync_every` steps: 2(W-1)/W of the bytes of its parameters, in at least
+    float32, where W does not divide them some ranks an element more; three times as much with
+    averaged moments of Adam; with `bits` a quarter or an eighth, and scales; with `gossip` the
+    bytes once. In `flush()` as much again, if there were steps since.
+    Held: two copies of this rank's parameters, a third with `error_feedback`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        group: Group | Islands,
+        sync_every: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        *,
+        fragments: int = 1,
+        delay: int = 0,
+        mixing: float = 0.0,
+        bits: int | None = None,
+        error_feedback: bool = False,
+        moments: str = "keep",
+        gossip: bool = False,
+        seed: int = 0,
+    ):
+        options = {
+            "sync_every": sync_every, "outer_lr": outer_lr, "outer_momentum": outer_momentum,
+            "nesterov": nesterov, "fragments": fragments, "delay": delay, "mixing": mixing,
+            "bits": bits, "error_feedback": error_feedback, "moments": moments, "gossip": gossip,
+            "seed": seed,
+        }  # fmt: skip
+        check_options(model, group, options)
+        named = check_optimizer(model, inner_optimizer)
+        self.islands = group if isinstance(group, Islands) else Fixed(group)
+        self.model, self.optimizer = model, inner_optimizer
+        self.how = OuterStep(outer_lr, outer_momentum, nesterov)
+        self.delay, self.mixing, self.bits, self.moments = delay, mixing, bits, moments
+        self.gossip, self.seed = gossip, seed
+        if isinstance(group, Islands):
+            refuse_others(model, options, group)
+        if self.islands.here:
+            refuse_cut_over(named, self.group)
+            check_same(model, self.group)
+            check_options_same(options, self.group, "DiLoCo")
+            copy_from([*model.parameters(), *model.buffers()], self.group)
+        self.fragments = [Fragment(part, error_feedback) for part in cut(named, fragments)]
+        self._sync_every = sync_every
+        # Inner steps in this round, and rounds, which end with a sync of the last fragment.
+        self.steps = self.rounds = 0
+        self.hook = inner_optimizer.register_step_post_hook(self.after_step)
+        if not self.islands.here:
+            self.come_in()
+
+    @property
+    def group(self) -> Group:
+        """The ranks at this place in all islands."""
+        return self.islands.group
+
+    @property
+    def sync_every(self) -> int:
+        return self._sync_every
+
+    @sync_every.setter
+    def sync_every(self, steps: int):
+        """For a change between two rounds: RuntimeError within one."""
+        sync_interval(steps, len(self.fragments), self.delay)
+        if self.steps:
+            raise RuntimeError(
+                f"sync_every can change between rounds, and {self.steps} steps of one of "
+                f"{self._sync_every} are done: flush() first"
+            )
+        self._sync_every = steps
+
+    # Inner steps go by
+
+    def after_step(self, *_):
+        """After each step of the inner optimizer: sync what is due."""
+        self.steps += 1
+        for fragment in self.fragments:
+            fragment.since += 1
+        try:
+            for number, fragment in enumerate(self.fragments):
+                if self.steps == self.due(number):
+                    self.begin(fragment)
+                if fragment.underway and fragment.since == self.delay:
+                    self.finish(fragment, self.mixing)
+            if self.steps == self.sync_every:
+                self.steps, self.rounds = 0, self.rounds + 1
+            let_in(self, self.islands)
+        except LeftBehind:
+            self.come_in()
+
+    def come_in(self):
+        """Take part from now on, with what the other islands have."""
+        self.islands.join()
+        let_in(self, self.islands)
+
+    def due(self, number) -> int:
+        """After which step of a round a fragment is to be synced: the last after all of them."""
+        return self.sync_every // len(self.fragments) * (number + 1)
+
+    def flush(self):
+        """Sync all that has moved since it was synced: then all islands are the same.
+
+        Collective; to be called on all islands after the same number of steps. A new round begins.
+        """
+        for fragment in self.fragments:
+            if fragment.underway:
+                self.finish(fragment)
+        for fragment in self.fragments:
+            if fragment.since:
+                self.begin(fragment)
+                self.finish(fragment)
+        if self.gossip:
+            for row in self.rows:
+                row.outer = all_reduce(row.outer, self.group, "avg", ALGORITHM)
+                row.hand_out()
+        self.rounds, self.steps = self.rounds + bool(self.steps), 0
+
+    # A sync, in two halves, between which inner steps may go by
+
+    def begin(self, fragment: Fragment):
+        """How far this island has come, and off with it."""
+        mine = [row.pseudo_gradient() for row in fragment.rows]
+        task = None
+        if self.delay:
+            task = background(self.average, fragment.rows, mine, self.group, lane=BETWEEN_ISLANDS)
+        fragment.underway, fragment.since = Underway(mine, fragment.since, task), 0
+
+    def average(self, rows, mine, group) -> list[tuple]:
+        """The average of each pseudo-gradient, and what of it is left to send the next time.
+        Nothing is changed."""
+        if self.gossip:
+            return [(gradient, None) for gradient in mine]
+        if self.bits is None:
+            return [(all_reduce(gradient, group, "avg", ALGORITHM), None) for gradient in mine]
+        found = []
+        for row, gradient in zip(rows, mine, strict=True):
+            left = None if row.residual is None else row.residual.clone()
+            average = quantised_all_reduce(gradient, group, "avg", self.bits, left)
+            found.append((average, left))
+        return found
+
+    def finish(self, fragment: Fragment, mixing: float = 0.0):
+        """When the average is there: the outer step, and what follows for the live weights.
+
+        Where anything fails nothing has changed, and the next sync sends it all.
+        """
+        underway, fragment.underway = fragment.underway, None
+        rows, beside = fragment.rows, self.beside(fragment)
+
+        def work(group):
+            mine, _, task = underway
+            averages = task.wait() if task else self.average(rows, mine, group)
+            both = zip(rows, averages, strict=True)
+            stepped = [row.step(average, self.how) for row, (average, _) in both]
+            if self.gossip:
+                stepped = self.meet(stepped, group)
+            others = [all_reduce(tensor, group, "avg", ALGORITHM) for tensor in beside]
+            return stepped, [residual for _, residual in averages], others
+
+        try:
+            stepped, residuals, others = self.islands.together(work)
+        except BaseException:
+            fragment.since += underway.steps
+            raise
+        for row, (outer, momentum), residual in zip(rows, stepped, residuals, strict=True):
+            row.outer, row.momentum, row.residual = outer, momentum, residual
+            row.hand_out(mixing)
+        for tensor, average in zip(beside, others, strict=True):
+            tensor.copy_(average)
+        if self.moments == "reset":
+            for parameter in fragment.parameters:
+                self.optimizer.state.pop(parameter, None)
+
+    def meet(self, stepped, group):
+        """The outer weights of this island and of the one it meets in this round, averaged."""
+        pair = pair_of(group, self.seed, self.rounds)
+        if pair is None:
+            return stepped
+        return [
+            (all_reduce(outer, pair, "avg", ALGORITHM), momentum) for outer, momentum in stepped
+        ]
+
+    def beside(self, fragment) -> list[torch.Tensor]:
+        """What is averaged with a fragment beside its weights: moments, if wanted, and with the
+        last fragment buffers."""
+        found = []
+        if self.moments == "average":
+            for parameter in fragment.parameters:
+                state = self.optimizer.state.get(parameter, {})
+                found += [state[key] for key in sorted(state) if is_moment(state[key], parameter)]
+        if fragment is self.fragments[-1]:
+            found += [b for b in self.model.buffers() if b.is_floating_point() or b.is_complex()]
+        return found
+
+    @property
+    def rows(self):
+        return [row for fragment in self.fragments for row in fragment.rows]
+
+    # The surface
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None:
+            self.flush()
+        self.hook.remove()
+
+
+def is_moment(value, parameter) -> bool:
+    """Whether an optimizer keeps this for each element of a parameter."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
