@@ -161,12 +161,12 @@ def test_pieces_joined_in_the_wrong_order_are_told_apart():
     ("mistake", "hint"),
     [
         ({"over_tp": False, "over_pp": False}, "; that is this rank's own"),
-        ({"over_pp": False}, "; that is that of one stage: what about the others?"),
+        ({"over_pp": False}, "; that is one stage's: what about the others?"),
         (
             {"over_tp": False},
-            "; that is that of one part of each layer: add up over tp what is cut",
+            "; that is of one part of each layer: add up over tp what is cut",
         ),
-        ({"over_tp": "all"}, "; there is what is whole on every tp rank counted once for each"),
+        ({"over_tp": "all"}, "; what is whole on every tp rank is counted once for each"),
         ({"root": False}, "; that is its square"),
     ],
 )

@@ -4,7 +4,10 @@ Runs of one seed at different layouts must tell the same losses. Data dealt by a
 the world and not by its replica, a loss divided by the wrong count, a learning rate that is a step
 late, or weights drawn by layout each shift them. A resumed run must do what it would have done:
 a position that is saved a step early, dropout that draws from a global generator, or an epoch that
-begins again at its first batch does not. What the log counts is counted here a second time.
+begins again at its first batch does not. What the log counts is counted here a second time, by
+class of link and by axis: groups taken for another axis, or forgotten as the two ends of a tied
+weight, shift bytes from one axis to another. A run that cannot go on, or has nothing left to do,
+must say so in one line; without the comparison ranks start and end in a traceback.
 """
 
 import math
@@ -25,9 +28,12 @@ from training_runs import BASE, TEXT, course, log_of, start, write_config
 from s2s_lib import bill, launch
 from s2s_lib.course.data import Batches, hold_out, text
 from s2s_lib.course.model import GPT, next_token_loss
+from s2s_lib.meters.timeline import Timeline, Timelines
+from s2s_lib.meters.units import human_bytes
 from s2s_lib.training.command import main
 from s2s_lib.training.config import load_config
 from s2s_lib.training.parallel import Parallel, parallelize
+from s2s_lib.training.report import bars_of, rows_of
 from s2s_lib.training.train import (
     EVALUATED,
     batches_of,
@@ -109,7 +115,9 @@ def test_one_file_trains_on_as_many_ranks_as_it_says(ran, name, ranks):
     assert lines[6:] == [f"report: runs/{name}/report.html"]
     log = log_of(folder)
     assert [entry["step"] for entry in log] == [1, 2, 3, 4]
-    for entry in log:
+    for entry, line in zip(log, lines[1:5], strict=True):
+        sent, held = human_bytes(sum(entry["sent"].values())), human_bytes(entry["held_total"])
+        assert line.endswith(f"  all sent {sent}  the fullest holds {held}")
         assert all(math.isfinite(entry[key]) for key in ("loss", "grad_norm", "lr"))
         assert entry["tokens_per_second"] > 0 and entry["held"]["weights"] > 0
         assert sum(entry["sent"].values()) > 0 or ranks == 1
@@ -133,6 +141,35 @@ def test_the_report_has_its_pictures_and_names_no_folder(ran):
         assert str(folder.parent) not in page and "/home" not in page
         assert f"loss {log_of(folder)[-1]['loss']:.4f}" in page
     assert "<td>rank 3</td>" in page
+    sent = {axis: human_bytes(n) for axis, n in log_of(folder)[-1]["sent_along"].items()}
+    assert f"by axis: pp, stages {sent['pp']}, tp, parts of layers {sent['tp']}." in page
+
+
+def test_the_timeline_of_the_report_has_rows_that_say_what_a_thread_does_and_none_empty(ran):
+    threads = {"one": set(), "two": {"averages", "weights"}, "four": {"averages", "tensor sums"}}
+    for folder, *_ in ran.values():
+        (told,) = re.findall('alt="Timeline. (.*?)"', (folder / "report.html").read_text())
+        assert "nothing" not in told
+        assert set(re.findall(r"rank \d ([a-z ]+):", told)) <= threads[folder.name]
+
+
+def test_a_thread_of_whose_work_nothing_could_be_seen_has_no_row():
+    line = Timeline(3)
+    line.start, line.end = 10.0, 20.0
+    line.operation("all_reduce", None, 1, 12.0, 16.0)
+    line.operation("all_reduce", None, 3, 17.0, 17.001)
+    (main, computed), averages = rows_of(Timelines([line]))
+    assert main == "rank 3" and computed == [(0.0, 10_000.0, "compute", "compute")]
+    assert averages == ("rank 3 averages", [(2000.0, 6000.0, "communication", "all_reduce")])
+
+
+def test_bytes_by_link_have_a_bar_on_a_cluster_only():
+    entry = {"sent": {"wire": 5}, "sent_along": {"shard": 3, "replicate": 2}}
+    along = ("by axis", {"between shards": 3, "between replicas": 2})
+    assert bars_of(entry) == [along]
+    entry["sent"] = {"intra": 3, "inter": 2}
+    assert bars_of(entry) == [along, ("by link", {"inside nodes": 3, "between nodes": 2})]
+    assert bars_of({"sent": {}, "sent_along": {}}) == []
 
 
 def test_the_configuration_in_the_folder_gives_the_same_run_again(ran, s2s, monkeypatch):
@@ -284,6 +321,48 @@ def test_bytes_by_class_of_link_are_the_sum_of_the_ranks_bills(s2s):
         assert 0 <= entry["sent"]["inter"] - gradients < 1000
 
 
+# Axis -> its groups, written out.
+ALONG = {
+    "stages": (
+        {"data_parallel_size": 2, "pipeline_parallel_size": 4},
+        {
+            "dp": [(0, 4), (1, 5), (2, 6), (3, 7)],
+            # The first and the last stage share the embedding's weight.
+            "pp": [(0, 1, 2, 3), (4, 5, 6, 7), (0, 3), (4, 7)],
+        },
+    ),
+    "hybrid": (
+        MORE_LAYOUTS["hybrid"],
+        {
+            "replicate": [(0, 2), (1, 3)],
+            "shard": [(0, 1), (2, 3)],
+            "dp": [(0, 1, 2, 3)],
+        },
+    ),
+    "order": (
+        MORE_LAYOUTS["order"],
+        {"tp": [(0, 2), (1, 3)], "dp": [(0, 1), (2, 3)]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_bytes_along_an_axis_are_those_of_its_groups(s2s, name):
+    keys, groups = ALONG[name]
+    path = write_config(s2s.folder, **keys, steps=2)
+    assert s2s("train", path)[0] == 0
+    config = load_config(path)
+    ranks = launch(counted_by_hand, config, 2, ranks=config.ranks)
+    for step, entry in enumerate(log_of(s2s.folder / "runs/run")):
+        by_group = [bills[step].by("group") for bills, _ in ranks]
+        assert entry["sent_along"] == {
+            axis: sum(each.get(group, 0) for each in by_group for group in groups[axis])
+            for axis in groups
+        }
+        assert sum(entry["sent_along"].values()) == sum(entry["sent"].values())
+        assert all(entry["sent_along"].values())
+
+
 def test_what_is_held_follows_from_the_model_and_the_stage(s2s):
     keys = {"data_parallel_size": 2, "steps": 1}
     plain = write_config(s2s.folder, "plain", **keys)
@@ -389,10 +468,16 @@ def test_a_resumed_run_is_bit_for_bit_the_unbroken_one(s2s, unbroken, broken_at)
         f"runs/run: goes on after step {broken_at}, ranks 2, steps 10\n"
     )
     assert course(s2s.folder / "runs/run") == unbroken
-    code, out, err = s2s("train", path, "--resume")
-    assert (code, err) == (0, "")
-    assert out.splitlines()[-1] == "runs/run: step 10 is done already; --steps takes it further"
-    assert course(s2s.folder / "runs/run") == unbroken
+    kept = (s2s.folder / "runs/run/config.yaml").read_bytes()
+    for steps in (10, 4):
+        code, out, err = s2s("train", path, "--resume", "--steps", steps)
+        assert (code, err) == (0, "")
+        assert out == (
+            f"runs/run is at step 10, and no further than step {steps} was asked for: --steps "
+            "takes it further\n"
+        )
+        assert course(s2s.folder / "runs/run") == unbroken
+        assert (s2s.folder / "runs/run/config.yaml").read_bytes() == kept
 
 
 @pytest.mark.parametrize("name", ["one", "four", "hybrid", "order"])
@@ -430,16 +515,60 @@ def test_with_another_global_batch_it_goes_on_at_the_next_whole_batch(tmp_path, 
     "change, told",
     [
         ("seed=4", "seed was 3 and is 4"),
-        ("model.seq=8", "seq was 16 and is 8"),
-        ("data.path=other.txt", "the text to train on was "),
+        ("model.seq=8", "model.seq was 16 and is 8"),
+        ("model.layers=2", "model.layers was 4 and is 2"),
+        ("model.tied=false", "model.tied was True and is False"),
+        ("model.mlp_hidden=96", "model.mlp_hidden was 8/3 of model.hidden and is 96"),
+        ("precision=float32", "precision was float64 and is float32 or bfloat16"),
+        ("optimizer.name=sgd", "optimizer.name was adamw and is sgd"),
     ],
 )
-def test_other_samples_are_refused_with_what_was_and_is(s2s, change, told):
+def test_going_on_with_another_run_is_refused_before_any_rank_starts(s2s, change, told):
     path = write_config(s2s.folder, steps=1, seed=3)
+    assert s2s("train", path)[0] == 0
+    folder = s2s.folder / "runs/run"
+    kept = (folder / "config.yaml").read_bytes()
+    code, out, err = s2s("train", path, "--resume", "--steps", 2, "--set", change)
+    assert (code, out) == (2, "") and err == (
+        f"the run in runs/run cannot go on so: {told}. Give what it was, or begin a new run "
+        "without --resume\n"
+    )
+    assert (folder / "config.yaml").read_bytes() == kept and len(log_of(folder)) == 1
+    # Without --resume it is a run of its own, and so it is where there is nothing to go on from.
+    assert s2s("train", path, "--steps", 1, "--set", change, "--set", "output=new")[0] == 0
+    for checkpoint in (folder / "checkpoints").iterdir():
+        checkpoint.rename(folder / checkpoint.name)
+    assert s2s("train", path, "--resume", "--steps", 1, "--set", change)[0] == 0
+
+
+def test_a_run_goes_on_with_what_changes_no_weight(s2s):
+    path = write_config(s2s.folder, steps=1, precision="float32")
+    assert s2s("train", path)[0] == 0
+    changes = ["model.dropout=0.3", "model.kv_heads=2", "precision=bfloat16", "optimizer.lr=0.1"]
+    changes = [word for change in changes for word in ("--set", change)]
+    assert s2s("train", path, "--resume", "--steps", 2, *changes)[0] == 0
+
+
+@pytest.mark.parametrize("text", [None, "steps: [1, 2"])
+def test_without_its_configuration_a_run_goes_on_and_the_checkpoint_tells_what_does_not_fit(
+    s2s, text
+):
+    path = write_config(s2s.folder, steps=1)
+    assert s2s("train", path)[0] == 0
+    config = s2s.folder / "runs/run/config.yaml"
+    config.unlink() if text is None else config.write_text(text)
+    code, _, err = s2s("train", path, "--resume", "--steps", 2, "--set", "model.layers=2")
+    assert code == 1 and "blocks.2." in err.splitlines()[1]
+    assert s2s("train", path, "--resume", "--steps", 2)[0] == 0
+    assert yaml.safe_load(config.read_text())["steps"] == 2
+
+
+def test_another_text_is_refused_with_what_was_and_is(s2s):
+    path = write_config(s2s.folder, steps=1)
     (s2s.folder / "other.txt").write_text(TEXT.replace("squared", "doubled"))
     assert s2s("train", path)[0] == 0
-    code, _, err = s2s("train", path, "--resume", "--steps", 2, "--set", change)
-    assert code == 1 and told in err.splitlines()[1]
+    code, _, err = s2s("train", path, "--resume", "--steps", 2, "--set", "data.path=other.txt")
+    assert code == 1 and "the text to train on was " in err.splitlines()[1]
     assert [entry["step"] for entry in log_of(s2s.folder / "runs/run")] == [1]
 
 

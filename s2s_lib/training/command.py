@@ -23,7 +23,9 @@ def main(arguments=None) -> int:
     train = commands.add_parser("train", help="train as a YAML file says")
     train.add_argument("config", help="a file such as configs/ddp.yaml")
     train.add_argument(
-        "--resume", action="store_true", help="go on from the last checkpoint of the last run"
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint of the last run, and not in a folder of its own",
     )
     train.add_argument("--steps", type=int, help="train up to this step")
     train.add_argument(
@@ -54,12 +56,15 @@ def run_train(given) -> int:
         return refuse(error)
     from s2s_lib.ranks.failure import RankError
     from s2s_lib.ranks.launch import launch
+    from s2s_lib.training.runs import refuse_another_run
     from s2s_lib.training.train import look, train
 
     cluster, bar = config.cluster_object(), sys.stderr.isatty()
     try:
         check_ranks(config)
         look(config)
+        if given.resume:
+            refuse_another_run(config)
     except ValueError as error:
         return refuse(error)
     try:
@@ -125,7 +130,8 @@ def finish(config, runs):
     folder = Path(runs[0].folder)
     log = [json.loads(line) for line in read_lines(folder / "log.jsonl")]
     if not runs[0].log:
-        print(f"{folder}: step {runs[0].first} is done already; --steps takes it further")
+        asked = f"no further than step {config.steps} was asked for"
+        print(f"{folder} is at step {runs[0].first}, and {asked}: --steps takes it further")
         return
     print(summary(config, runs[0], log[-1]))
     print(f"report: {write_report(config, runs, log)}")

@@ -1,7 +1,7 @@
 """The report at the end of a run: one page of HTML with its pictures inside.
 
-The loss by step; where each rank's time went in the last step; what was sent over which kind of
-link, and what the fullest rank holds.
+The loss by step; where each rank's time went in the last step; what was sent along which axis of
+the mesh and over which kind of link, and what the fullest rank holds.
 """
 
 import html
@@ -11,8 +11,23 @@ from pathlib import Path
 from s2s_lib.course.charts import draw_bars, draw_timeline
 from s2s_lib.draw import Picture
 from s2s_lib.meters.timeline import KINDS, Timelines
+from s2s_lib.strategies.tensor.region import LANE
+from s2s_lib.strategies.zero import GATHERING, REDUCING
+from s2s_lib.training.checkpoint import SAVING
 
-LINKS = {"intra": "inside nodes", "inter": "between nodes", "wire": "between ranks"}
+LINKS = {"intra": "inside nodes", "inter": "between nodes"}
+AXES = {
+    "dp": "dp, replicas",
+    "replicate": "between replicas",
+    "shard": "between shards",
+    "pp": "pp, stages",
+    "tp": "tp, parts of layers",
+    "other": "other",
+}
+# What the background threads do; DDP averages on the one on which ZeRO does.
+THREADS = {REDUCING: "averages", GATHERING: "weights", LANE: "tensor sums", SAVING: "saving"}
+# Of the whole picture, what can be seen.
+SHORTEST = 1 / 250
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>
@@ -41,19 +56,18 @@ def write_report(config, runs: list, log: list[dict]) -> Path:
         loss_picture(log)._repr_html_(),
     ]
     if lines:
-        rows = [(label, in_ms(spans)) for label, spans in lines.rows()]
         parts += [
             "<h2>Where the time of the last step went</h2>",
-            draw_timeline(rows)._repr_html_(),
+            draw_timeline(rows_of(lines))._repr_html_(),
             table(["", *(f"{kind}, ms" for kind in KINDS)], spent(lines)),
-            "<p>Of the main thread of each rank; communication on a second thread, beside "
-            "computing, is in the picture.</p>",
+            "<p>Of the main thread of each rank. What other threads did beside it has rows of its "
+            "own in the picture, where it took long enough to be seen.</p>",
         ]
-    sent = {LINKS[link]: size for link, size in last["sent"].items()}
+    sent = bars_of(last)
     parts += [
-        "<h2>Sent in the last step, by all ranks</h2>",
-        draw_bars([("sent", sent)], "sent")._repr_html_() if sent else "<p>Nothing.</p>",
-        "<h2>Held after it, by the fullest rank of each kind</h2>",
+        "<h2>Sent in the last step, by all ranks together</h2>",
+        *([draw_bars([bar], "sent")._repr_html_() for bar in sent] or ["<p>Nothing.</p>"]),
+        "<h2>Held after it: of each kind, by the rank that holds most</h2>",
         draw_bars([("held", last["held"])])._repr_html_(),
     ]
     page = folder / "report.html"
@@ -74,16 +88,35 @@ def summary(config, run, last) -> str:
     return f"{layout}, ZeRO {config.zero_stage}: step {last['step']}, {loss}{held_out}"
 
 
+def rows_of(lines) -> list[tuple]:
+    """A row for each rank's main thread, and for each of its others on which something shows."""
+    start = min(line.start for line in lines)
+    shortest = SHORTEST * (max(line.end for line in lines) - start)
+    rows = []
+    for line in lines:
+        for track in line.tracks():
+            spans = line.spans(track)
+            if track and max((span.seconds for span in spans), default=0) < shortest:
+                continue
+            label = f"rank {line.rank}" + (f" {THREADS[track - 1]}" if track else "")
+            in_ms = [(1e3 * (s.start - start), 1e3 * (s.end - start), *s[2:4]) for s in spans]
+            rows.append((label, in_ms))
+    return rows
+
+
+def bars_of(entry) -> list[tuple[str, dict]]:
+    """What was sent, along each axis, and on a cluster over each class of link."""
+    along = {AXES[axis]: size for axis, size in entry["sent_along"].items()}
+    over = {LINKS[link]: size for link, size in entry["sent"].items() if link in LINKS}
+    return [bar for bar in (("by axis", along), ("by link", over)) if bar[1]]
+
+
 def spent(lines) -> list[list[str]]:
     """A row for each rank: milliseconds of each kind."""
     return [
         [f"rank {line.rank}", *(f"{1e3 * line.seconds(kind):.1f}" for kind in KINDS)]
         for line in lines
     ]
-
-
-def in_ms(spans):
-    return [(1e3 * start, 1e3 * end, kind, name) for start, end, kind, name in spans]
 
 
 def table(head, rows) -> str:

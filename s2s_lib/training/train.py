@@ -73,7 +73,9 @@ def train(world: Group, config: Config, resume: bool = False, bar: bool = False)
     start = Position(0, 0, 0, config.seed, config.gpt().seq, digest_of(world, training))
     position = begin(world, parallel, optimizer, checkpoints, config, resume, start)
     first, log, saving, of_last = position.step, [], None, None
-    journal = Journal(folder, config, first, bar) if world.rank == 0 else None
+    # Where no step is left nothing is written: the run stays what it was.
+    writes = world.rank == 0 and first < config.steps
+    journal = Journal(folder, config, first, bar) if writes else None
     steps = itertools.islice(walk(batches, position, config), max(0, config.steps - first))
     for x, y, reached in steps:
         last = reached.step == config.steps
@@ -109,7 +111,11 @@ def maybe_timeline(wanted):
 
 
 def look(config: Config):
-    """ValueError for a text, or weights to start from, that no rank could use."""
+    """ValueError for a text, or weights to start from, that no rank could use.
+
+    Each rank reads the text for itself, later: here one process finds out, in a moment and in one
+    line, what would else end all of them.
+    """
     training, _ = read_text(config)
     Batches(training, config.gpt().seq, config.global_batch)
     source = config.checkpoint.start_from
@@ -253,21 +259,39 @@ def rate_of(config: Config, step: int) -> float:
 
 
 def counted(world: Group, sent, parallel, optimizer) -> dict:
-    """Bytes sent in the step by all ranks, by class of link, with those of a save in the background
-    meanwhile; the most that a rank holds, by kind and in all. Two all_reduces of some numbers."""
-    by_link = sent.by("link")
-    links = torch.tensor([float(by_link.get(link, 0)) for link in LINKS], dtype=torch.float64)
+    """Bytes sent in the step by all ranks, by class of link and by axis, with those of a save in
+    the background meanwhile; the most that a rank holds, by kind and in all. Two all_reduces of
+    some numbers."""
+    by_link, along = sent.by("link"), along_axes(sent, parallel)
+    counts = [*(by_link.get(link, 0) for link in LINKS), *along.values()]
     with memory(parallel, optimizer) as held:
         pass
-    kinds = [float(held.live[kind]) for kind in KINDS]
-    kinds = torch.tensor([*kinds, sum(kinds)], dtype=torch.float64)
-    links = all_reduce(links, world).tolist()
-    *kinds, total = all_reduce(kinds, world, "max").tolist()
+    kinds = [held.live[kind] for kind in KINDS]
+    counts = whole_numbers(all_reduce(torch.tensor(counts, dtype=torch.float64), world))
+    most = torch.tensor([*kinds, sum(kinds)], dtype=torch.float64)
+    *kinds, total = whole_numbers(all_reduce(most, world, "max"))
     return {
-        "sent": {link: int(n) for link, n in zip(LINKS, links, strict=True) if n},
-        "held": {kind: int(n) for kind, n in zip(KINDS, kinds, strict=True) if n},
-        "held_total": int(total),
+        "sent": {link: n for link, n in zip(LINKS, counts, strict=False) if n},
+        "sent_along": {axis: n for axis, n in zip(along, counts[len(LINKS) :], strict=True) if n},
+        "held": {kind: n for kind, n in zip(KINDS, kinds, strict=True) if n},
+        "held_total": total,
     }
+
+
+def along_axes(sent, parallel) -> dict[str, int]:
+    """This rank's bytes by the axis along which they went: those of the mesh, "dp" for what goes
+    over replicas and shards alike, "other" for what goes to all, as the words of a save."""
+    axes = {axis: parallel.mesh[axis] for axis in parallel.mesh.axes} | {"dp": parallel.dp}
+    found = dict.fromkeys([*axes, "other"], 0)
+    for ranks, nbytes in sent.by("group").items():
+        # Two stages that share a tied weight are some of the ranks along pp.
+        along = (axis for axis, group in axes.items() if set(ranks) <= set(group.ranks))
+        found[next(along, "other")] += nbytes
+    return found
+
+
+def whole_numbers(tensor) -> list[int]:
+    return [int(number) for number in tensor]
 
 
 def evaluate(parallel: Parallel, tokens, config: Config) -> float | None:

@@ -194,21 +194,19 @@ def _guess(got, right, mesh):
     gain = [_gradients(s, 0)[f"{s}.norm"].square().sum().item() for s in range(sizes["pp"])]
     stage_cut = sum(square for place, square in cut.items() if place[0] == stage)
     everything = sum(cut.values()) + sizes["tp"] * sum(gain)
+    part_of_all = sum(cut[s, part] for s in range(sizes["pp"])) + sum(gain)
     wrong = {
-        "this rank's own": cut[stage, part] + gain[stage],
-        "that of one stage: what about the others?": stage_cut + gain[stage],
-        "that of one part of each layer: add up over tp what is cut": sum(
-            cut[s, part] for s in range(sizes["pp"])
-        )
-        + sum(gain),
-        "what is whole on every tp rank counted once for each": everything,
-        "everything counted once for each replica and more": sizes["dp"] * everything,
-        "one stage, and what is whole counted once for each tp rank": stage_cut
+        "that is this rank's own": cut[stage, part] + gain[stage],
+        "that is one stage's: what about the others?": stage_cut + gain[stage],
+        "that is of one part of each layer: add up over tp what is cut": part_of_all,
+        "what is whole on every tp rank is counted once for each": everything,
+        "replicas are counted, and what is whole once for each tp rank": sizes["dp"] * everything,
+        "that is one stage's, and what is whole is counted once for each tp rank": stage_cut
         + sizes["tp"] * gain[stage],
     }
     if math.isclose(got, right**2, rel_tol=1e-9):
         return "; that is its square"
     for words, square in wrong.items():
         if math.isclose(got, math.sqrt(square), rel_tol=1e-9):
-            return f"; that is {words}" if "counted" not in words else f"; there is {words}"
+            return f"; {words}"
     return ""
