@@ -89,7 +89,7 @@ class DDP(nn.Module):
         self.known = {id(p) for p in module.parameters()}
         self.frozen = [p for p in module.parameters() if not p.requires_grad]
         self.buckets = make_buckets(mine, bucket_mb * 2**20)
-        claim(mine)
+        claim(mine, group)
         for number, bucket in enumerate(self.buckets):
             for i, parameter in enumerate(bucket.parameters):
                 hook = weakly(self.gradient_arrived, number, i)

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from s2s_lib.collectives.functions import all_gather, broadcast
 from s2s_lib.ranks.group import Group
 
-# Parameters whose gradients a strategy averages over replicas.
+# Parameter -> the groups over which a strategy averages its gradient.
 _claimed = WeakIdKeyDictionary()
 
 
@@ -113,10 +113,24 @@ def refuse_claimed(named):
             )
 
 
-def claim(named):
-    """These parameters, given with their names, are averaged from now on."""
+def claim(named, *groups: Group):
+    """These parameters, given with their names, are averaged over these groups from now on."""
     for _, parameter in named:
-        _claimed[parameter] = True
+        _claimed[parameter] = groups
+
+
+def refuse_averaged_over(named, group: Group):
+    """ValueError, with its name, for a parameter whose gradient is averaged in each step between
+    ranks of this group."""
+    for name, parameter in named:
+        for averaged in _claimed.get(parameter, ()):
+            both = [rank for rank in group.ranks if rank in averaged.ranks]
+            if len(both) > 1:
+                raise ValueError(
+                    f"{name} is in a DDP or ZeRO over ranks {list(averaged.ranks)}, which averages "
+                    f"its gradient between ranks {both} of this group in each step: islands train "
+                    "by themselves, so give groups that have one rank in common"
+                )
 
 
 def check_tiles(group: Group, replicate: Group):

@@ -127,7 +127,7 @@ class ZeRO(nn.Module):
         self.steps = weakref.WeakKeyDictionary()
         self.flat_of, self.unit_of = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.cut_up()
-        claim(module.named_parameters())
+        claim(module.named_parameters(), *([group, replicate] if replicate else [group]))
         # In the order of the last forward, which is the order to expect of the next.
         self.order, self.seen = [self.root, *self.units[:-1]], []
         self.reducing = None

@@ -107,7 +107,7 @@ class Dropout(nn.Module):
 
 def place_dropout(model: nn.Module, part: int = 0, parts: int = 1):
     """Replace every nn.Dropout of the model, which must get rows that are whole, or cut along dim 1
-    into `parts`."""
-    for name, module in list(model.named_modules()):
+    into `parts`. One that has several places gets a name, and so a mask, in each."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         if type(module) is nn.Dropout:
             model.set_submodule(name, Dropout(module.p, name, part, parts).train(module.training))

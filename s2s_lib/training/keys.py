@@ -238,6 +238,11 @@ class Config(Keys):
 
     def schedule(self) -> Schedule:
         """The pipeline's schedule; ValueError for micro-batches that it does not take."""
+        if self.gradient_accumulation is None:
+            raise ValueError(
+                "gradient_accumulation is not given, and only load_config works out what follows "
+                "from other keys: make a Config with it"
+            )
         counts = [self.pipeline_parallel_size, self.micro_batches]
         if self.pipeline_schedule == "interleaved":
             counts.append(self.stages_per_rank)

@@ -30,8 +30,9 @@ from s2s_lib.strategies.pipeline.partition.materialize import materialize
 from s2s_lib.strategies.pipeline.partition.split import split
 from s2s_lib.strategies.pipeline.run import Pipeline
 from s2s_lib.strategies.tensor.apply import tensor_parallel
+from s2s_lib.strategies.tensor.inside import comes_from_column
 from s2s_lib.strategies.tensor.loss import vocab_parallel_cross_entropy
-from s2s_lib.strategies.tensor.plan import matches
+from s2s_lib.strategies.tensor.plan import Vocab, match, matches
 from s2s_lib.strategies.unit import repeated_blocks
 from s2s_lib.strategies.zero import ZeRO
 from s2s_lib.training.config import Config
@@ -46,7 +47,9 @@ def parallelize(model: nn.Module, config: Config, world: Group, plan: dict = GPT
 
     On the meta device only this rank's stages are drawn, from `config.seed`, as construction after
     `torch.manual_seed` draws them: the result does not depend on the layout. `plan` says how
-    layers are cut (tensor/plan.py). ValueError, on all ranks, for what does not fit.
+    layers are cut (tensor/plan.py). It may be any model that takes tokens and gives logits:
+    `config.model` describes the command's GPT, and is not looked at here. ValueError, on all ranks,
+    for what does not fit.
     """
     return Parallel(model, config, world, plan)
 
@@ -70,6 +73,12 @@ class Parallel(nn.Module):
         replicas = [axis for axis in self.mesh.axes if axis not in ("pp", "tp")]
         self.dp, self.pp, self.tp = self.mesh[tuple(replicas)], self.mesh["pp"], self.mesh["tp"]
         schedule = config.schedule()
+        self.logits_cut = self.tp.size > 1 and leaves_logits_cut(model, plan)
+        if config.sequence_parallel and not self.logits_cut:
+            raise ValueError(
+                "sequence_parallel leaves each rank the logits of its own tokens unless the plan "
+                'cuts the layer that gives them: give it the style "vocab"'
+            )
         part = (self.tp.rank, self.tp.size) if config.sequence_parallel else (0, 1)
         place_dropout(model, *part)
         self.aliases = aliases(model)
@@ -110,9 +119,18 @@ class Parallel(nn.Module):
         return ZeRO(stage, group, config.zero_stage, replicate, units=units, param_dtype=mixed)
 
     def loss(self, logits, targets):
-        if self.tp.size > 1:
+        if self.tp.size > 1 and logits.grad_fn is not None:
+            self.check_logits(logits)
+        if self.logits_cut:
             return vocab_parallel_cross_entropy(logits, targets, self.tp)
         return next_token_loss(logits, targets)
+
+    def check_logits(self, logits):
+        if comes_from_column(logits) and not self.logits_cut:
+            raise ValueError(
+                "the plan cuts the layer that gives the logits, and does not say so: give that "
+                'layer the style "vocab", or Column(gather=True)'
+            )
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Forward and backward of this replica's rows, tokens and targets [rows, T]; the loss.
@@ -139,6 +157,19 @@ class Parallel(nn.Module):
         if self.pp.rank == self.last:
             loss = all_reduce(loss, self.dp, "avg")
         return broadcast(loss, self.pp, self.last)
+
+
+def leaves_logits_cut(model, plan) -> bool:
+    """Whether a plan has a "vocab" Linear, which gives this rank's columns of the logits.
+
+    ValueError for a pattern that fits no layer of the whole model: a stage may have none of them.
+    """
+    return any(
+        isinstance(style, Vocab)
+        and not style.gather
+        and isinstance(model.get_submodule(name), nn.Linear)
+        for name, style in match(model, plan).items()
+    )
 
 
 def mesh_of(config: Config, world: Group) -> Mesh:

@@ -25,16 +25,17 @@ import torch
 from torch import nn
 
 from s2s_lib.collectives.background import background
-from s2s_lib.collectives.functions import all_reduce
+from s2s_lib.collectives.functions import all_reduce, broadcast
 from s2s_lib.collectives.quantised import quantised_all_reduce
 from s2s_lib.ranks.group import Group
 from s2s_lib.ranks.islands import Islands, LeftBehind
 from s2s_lib.strategies.diloco.checks import check_optimizer, check_options, sync_interval
 from s2s_lib.strategies.diloco.fragment import Fragment, OuterStep, Underway, cut
 from s2s_lib.strategies.diloco.gossip import pair_of
+from s2s_lib.strategies.diloco.moments import check_moments, moments_of
 from s2s_lib.strategies.diloco.newcomers import let_in, refuse_others
 from s2s_lib.strategies.grads import refuse_cut_over
-from s2s_lib.strategies.replicas import check_options_same, check_same, copy_from
+from s2s_lib.strategies.replicas import check_options_same, check_same, refuse_averaged_over
 
 # On which background thread: gradients and weights travel on others.
 BETWEEN_ISLANDS = 4
@@ -125,12 +126,13 @@ class DiLoCo:
         self.gossip, self.seed = gossip, seed
         if isinstance(group, Islands):
             refuse_others(model, options, group)
+        self.fragments = [Fragment(part, error_feedback) for part in cut(named, fragments)]
         if self.islands.here:
             refuse_cut_over(named, self.group)
+            refuse_averaged_over(named, self.group)
             check_same(model, self.group)
             check_options_same(options, self.group, "DiLoCo")
-            copy_from([*model.parameters(), *model.buffers()], self.group)
-        self.fragments = [Fragment(part, error_feedback) for part in cut(named, fragments)]
+            self.begin_alike()
         self._sync_every = sync_every
         # Inner steps in this round, and rounds, which end with a sync of the last fragment.
         self.steps = self.rounds = 0
@@ -158,21 +160,30 @@ class DiLoCo:
             )
         self._sync_every = steps
 
+    @torch.no_grad()
+    def begin_alike(self):
+        """All take the first island's weights and buffers. In place: a ZeRO notices that."""
+        for row in self.rows:
+            row.outer = broadcast(row.outer, self.group)
+            row.hand_out()
+        frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        for tensor in [*frozen, *self.model.buffers()]:
+            tensor.copy_(broadcast(tensor.detach(), self.group))
+
     # Inner steps go by
 
     def after_step(self, *_):
         """After each step of the inner optimizer: sync what is due."""
-        self.steps += 1
+        step = self.steps + 1
+        self.steps, self.rounds = step % self.sync_every, self.rounds + (step == self.sync_every)
         for fragment in self.fragments:
             fragment.since += 1
         try:
             for number, fragment in enumerate(self.fragments):
-                if self.steps == self.due(number):
+                if step == self.due(number):
                     self.begin(fragment)
                 if fragment.underway and fragment.since == self.delay:
                     self.finish(fragment, self.mixing)
-            if self.steps == self.sync_every:
-                self.steps, self.rounds = 0, self.rounds + 1
             let_in(self, self.islands)
         except LeftBehind:
             self.come_in()
@@ -203,6 +214,7 @@ class DiLoCo:
                 row.outer = all_reduce(row.outer, self.group, "avg", ALGORITHM)
                 row.hand_out()
         self.rounds, self.steps = self.rounds + bool(self.steps), 0
+        let_in(self, self.islands)
 
     # A sync, in two halves, between which inner steps may go by
 
@@ -239,6 +251,8 @@ class DiLoCo:
         def work(group):
             mine, _, task = underway
             averages = task.wait() if task else self.average(rows, mine, group)
+            if self.moments == "average":
+                check_moments(moments_of(self.optimizer, fragment), group)
             both = zip(rows, averages, strict=True)
             stepped = [row.step(average, self.how) for row, (average, _) in both]
             if self.gossip:
@@ -254,6 +268,9 @@ class DiLoCo:
         for row, (outer, momentum), residual in zip(rows, stepped, residuals, strict=True):
             row.outer, row.momentum, row.residual = outer, momentum, residual
             row.hand_out(mixing)
+        if not mixing:
+            # The live weights are the outer ones: there is nothing to tell.
+            fragment.since = 0
         for tensor, average in zip(beside, others, strict=True):
             tensor.copy_(average)
         if self.moments == "reset":
@@ -274,9 +291,7 @@ class DiLoCo:
         last fragment buffers."""
         found = []
         if self.moments == "average":
-            for parameter in fragment.parameters:
-                state = self.optimizer.state.get(parameter, {})
-                found += [state[key] for key in sorted(state) if is_moment(state[key], parameter)]
+            found += moments_of(self.optimizer, fragment).values()
         if fragment is self.fragments[-1]:
             found += [b for b in self.model.buffers() if b.is_floating_point() or b.is_complex()]
         return found
@@ -291,11 +306,8 @@ class DiLoCo:
         return self
 
     def __exit__(self, kind, *_):
-        if kind is None:
-            self.flush()
-        self.hook.remove()
-
-
-def is_moment(value, parameter) -> bool:
-    """Whether an optimizer keeps this for each element of a parameter."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
+        try:
+            if kind is None:
+                self.flush()
+        finally:
+            self.hook.remove()

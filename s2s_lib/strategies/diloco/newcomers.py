@@ -35,7 +35,7 @@ def let_in(diloco, islands: Islands):
             if not old:
                 raise RuntimeError("all islands that knew the weights are gone")
             root = islands.members.index(old[0])
-            return [broadcast(tensor, group, root) for tensor in needed(diloco)]
+            return [broadcast(tensor.detach(), group, root) for tensor in needed(diloco)]
 
         received = islands.together(share)
         if islands.number in new:
@@ -47,7 +47,7 @@ def needed(diloco) -> list[torch.Tensor]:
     counts = [diloco.rounds, diloco.steps, *(fragment.since for fragment in diloco.fragments)]
     rows = [tensor for row in diloco.rows for tensor in (row.outer, row.momentum)]
     live = [*diloco.model.parameters(), *diloco.model.buffers()]
-    return [torch.tensor(counts), *rows, *(tensor.detach() for tensor in live)]
+    return [torch.tensor(counts), *rows, *live]
 
 
 @torch.no_grad()
@@ -58,3 +58,7 @@ def take(diloco, received):
         fragment.since = steps
     for mine, value in zip(needed(diloco)[1:], tensors, strict=True):
         mine.copy_(value)
+    diloco.optimizer.state.clear()
+    for row in diloco.rows:
+        if row.residual is not None:
+            row.residual.zero_()
