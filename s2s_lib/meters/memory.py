@@ -103,11 +103,12 @@ class Memory:
 
 
 @contextlib.contextmanager
-def memory(model: torch.nn.Module | None = None, optimizer=None) -> Iterator[Memory]:
+def memory(model: torch.nn.Module | None = None, optimizer=None, *others) -> Iterator[Memory]:
     """Count this rank's live and peak bytes by kind, while the `with` lasts; yields a `Memory`.
 
     Give the model and the optimizer to have their storages named; without them, their bytes appear
-    as "activations" or "temporary" once used. Looks at every storage at every operation, so a step
+    as "activations" or "temporary" once used. `others` have a `held()` that says what they keep,
+    by kind: a DiLoCo. Looks at every storage at every operation, so a step
     takes several times as long: measure one step, and time another.
     """
     if model is not None and not hasattr(model, "parameters"):
@@ -116,7 +117,7 @@ def memory(model: torch.nn.Module | None = None, optimizer=None) -> Iterator[Mem
             "for an optimizer alone write memory(optimizer=...)"
         )
     found = Memory()
-    found._watch = watch = _Watch(model, optimizer, found)
+    found._watch = watch = _Watch(model, optimizer, others, found)
     found._record(watch.count())
     try:
         with watch:
@@ -128,9 +129,9 @@ def memory(model: torch.nn.Module | None = None, optimizer=None) -> Iterator[Mem
 class _Watch(TorchDispatchMode):
     """Called at every operation of this thread; holds the kind of each storage that is alive."""
 
-    def __init__(self, model, optimizer, found):
+    def __init__(self, model, optimizer, others, found):
         super().__init__()
-        self.model, self.optimizer, self.found = model, optimizer, found
+        self.model, self.optimizer, self.others, self.found = model, optimizer, others, found
         # torch keeps the Python object of a storage as long as its bytes exist, so an entry of this
         # dictionary disappears when the storage is freed, not when the last Python name goes.
         self.kind_of = weakref.WeakKeyDictionary()
@@ -162,6 +163,8 @@ class _Watch(TorchDispatchMode):
         """The tensors of the model and the optimizer as they are now: sharding changes them."""
         if self.optimizer is not None:
             yield "optimizer", _tensors(self.optimizer.state)
+        for other in self.others:
+            yield from other.held().items()
         modules = [self.model] if self.model is not None else []
         for module in modules:
             modules.extend(child for child in module._modules.values() if child is not None)

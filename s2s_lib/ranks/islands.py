@@ -80,12 +80,13 @@ class Islands:
     def ranks_of(self, islands) -> list[int]:
         return [n * self.size + place for n in islands for place in range(self.size)]
 
-    def together(self, work):
+    def together(self, work, admit: bool = True):
         """`work(group)` done by all members, or by those that are left; returns its value.
 
         `work` returns something and changes nothing: it may be called again, with a smaller group.
         Afterwards `joined` lists the islands that are members from now on and were not before:
-        they know nothing yet. LeftBehind, if the others did not wait for this island.
+        they know nothing yet. With `admit=False` none is let in. LeftBehind, if the others did not
+        wait for this island.
         """
         while True:
             self.joined, value, done = [], None, False
@@ -98,7 +99,7 @@ class Islands:
                 # So that the others know at once, and need not wait too.
                 connection.hang_up()
                 self.connected = False
-            said = self.agree(done, max(until, time.monotonic() + TO_HEAR))
+            said = self.agree(done, admit, max(until, time.monotonic() + TO_HEAR))
             self.follow(said)
             if said["done"]:
                 return value
@@ -115,14 +116,14 @@ class Islands:
             raise ConnectionLost(f"islands {self.members} did not all connect: {error}") from error
         self.connected = True
 
-    def agree(self, done: bool, until: float) -> dict:
+    def agree(self, done: bool, admit: bool, until: float) -> dict:
         """Say how it went, and wait for what holds."""
         self.store.set(f"{self.attempt} said {self.world.rank}", "done" if done else "lost")
         key = f"{self.attempt} holds"
         while not self.store.check([key]):
             said = self.said()
             if len(said) == len(self.ranks_of(self.members)) or time.monotonic() > until:
-                self.store.compare_set(key, "", json.dumps(self.summary(said)))
+                self.store.compare_set(key, "", json.dumps(self.summary(said, admit)))
             else:
                 time.sleep(LOOK_AGAIN)
         return json.loads(self.store.get(key))
@@ -137,7 +138,7 @@ class Islands:
                 found[rank] = self.store.get(f"{self.attempt} said {rank}") == b"done"
         return found
 
-    def summary(self, said) -> dict:
+    def summary(self, said, admit) -> dict:
         left = [
             n
             for n in self.members
@@ -150,7 +151,7 @@ class Islands:
             if n not in self.members
             and all(self.store.check([f"asks {rank}"]) for rank in self.ranks_of([n]))
         ]
-        return {"done": done, "members": left, "joined": asking if done else []}
+        return {"done": done, "members": left, "joined": asking if done and admit else []}
 
     def follow(self, said):
         """Do what holds."""

@@ -13,7 +13,13 @@ from s2s_lib.training.yaml_lines import Problem
 MOST_MICRO_BATCHES = 1024
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 SCHEDULE = ("pipeline_schedule", "stages_per_rank", "pipeline_parallel_size")
-BATCH = ("global_batch", "micro_batch_size", "gradient_accumulation", "data_parallel_size")
+BATCH = (
+    "global_batch",
+    "micro_batch_size",
+    "gradient_accumulation",
+    "data_parallel_size",
+    "diloco.islands",
+)
 
 
 def check(config) -> list[Problem]:
@@ -24,12 +30,12 @@ def check(config) -> list[Problem]:
 def with_batch(config) -> tuple[dict, list[Problem]]:
     """The three numbers of a batch, those left out as they follow from the others.
 
-    global_batch = micro_batch_size x gradient_accumulation x data_parallel_size, in sequences. With
-    too little given, gradient_accumulation is pipeline_parallel_size, so that every rank of a
-    pipeline has work, and micro_batch_size 1.
+    global_batch = micro_batch_size x gradient_accumulation x data_parallel_size, in sequences, and
+    as much again on each further island of diloco. With too little given, gradient_accumulation is
+    pipeline_parallel_size, so that every rank of a pipeline has work, and micro_batch_size 1.
     """
     total, rows, times = config.global_batch, config.micro_batch_size, config.gradient_accumulation
-    replicas, problem = config.data_parallel_size, None
+    replicas, copies, problem = config.replicas, copies_of(config), None
     if times is None and (total is None or rows is None):
         times = config.pipeline_parallel_size
     if rows is None and total is None:
@@ -37,18 +43,18 @@ def with_batch(config) -> tuple[dict, list[Problem]]:
     if total is None:
         total = rows * times * replicas
     elif times is None:
-        times, problem = share_out(total, "micro_batch_size", rows, replicas)
+        times, problem = share_out(total, "micro_batch_size", rows, replicas, copies)
     elif rows is None:
-        rows, problem = share_out(total, "gradient_accumulation", times, replicas)
+        rows, problem = share_out(total, "gradient_accumulation", times, replicas, copies)
     if total != rows * times * replicas and problem is None:
         problem = (
             f"{total}, but micro_batch_size {rows} x gradient_accumulation {times} x "
-            f"data_parallel_size {replicas} = {rows * times * replicas}: give that, or leave one "
+            f"{copies} = {rows * times * replicas}: give that, or leave one "
             "of the three out"
         )
     if times > MOST_MICRO_BATCHES and problem is None:
         problem = (
-            f"{total} / (micro_batch_size {rows} x data_parallel_size {replicas}) makes {times} "
+            f"{total} / (micro_batch_size {rows} x {copies}) makes {times} "
             f"micro-batches, at most {MOST_MICRO_BATCHES} are possible: use a larger "
             "micro_batch_size"
         )
@@ -57,7 +63,13 @@ def with_batch(config) -> tuple[dict, list[Problem]]:
     return batch, [Problem(keys, problem)] if problem else []
 
 
-def share_out(total, name, number, replicas):
+def copies_of(config) -> str:
+    """What the number of replicas is made of."""
+    words = f"data_parallel_size {config.data_parallel_size}"
+    return words + (f" x diloco.islands {config.islands}" if config.diloco else "")
+
+
+def share_out(total, name, number, replicas, copies):
     """total / (number x replicas), at least 1; and the problem where that is not whole."""
     parts = number * replicas
     if total % parts == 0:
@@ -65,7 +77,7 @@ def share_out(total, name, number, replicas):
     below = total // parts * parts
     fits = f"{below} or {below + parts}" if below else f"{parts}"
     return max(1, total // parts), (
-        f"{total} is no multiple of {name} {number} x data_parallel_size {replicas} = {parts}: "
+        f"{total} is no multiple of {name} {number} x {copies} = {parts}: "
         f"{fits} would do, or another {name}"
     )
 
@@ -218,21 +230,45 @@ def schedule(config) -> Iterator[Problem]:
         )
 
 
+def diloco(config) -> Iterator[Problem]:
+    from s2s_lib.strategies.diloco.checks import check_numbers
+
+    keys = config.diloco
+    if keys is None:
+        return
+    options = keys.model_dump(exclude={"islands"})
+    try:
+        check_numbers(options)
+    except ValueError as error:
+        name = str(error).partition("=")[0]
+        others = (f"diloco.{key}" for key in options if key != name)
+        yield Problem((f"diloco.{name}", *others), str(error))
+        return
+    between = keys.sync_every // keys.fragments
+    if config.checkpoint.every and keys.delay >= between:
+        yield Problem(
+            ("diloco.delay", "diloco.sync_every", "diloco.fragments", "checkpoint.every"),
+            f"{keys.delay}, and a fragment is sent every {between} steps, so one is always under "
+            f"way, and nothing can be saved: give at most {between - 1}, or checkpoint.every: 0",
+        )
+
+
 def hardware(config) -> Iterator[Problem]:
     cluster = config.cluster_object()
     if cluster is None or cluster.size == config.ranks:
         return
     per_node, rest = divmod(config.ranks, cluster.nodes)
     factors = " x ".join(f"{name} {getattr(config, name)}" for name in SIZES)
+    factors += f" x diloco.islands {config.islands}" if config.diloco else ""
     out = f", {per_node} GPUs in each of the {cluster.nodes} nodes say" if not rest else ""
     yield Problem(
-        ("cluster.gpus_per_node", "cluster.nodes", "cluster", *SIZES),
+        ("cluster.gpus_per_node", "cluster.nodes", "cluster", *SIZES, "diloco.islands"),
         f"{cluster.nodes} nodes x {cluster.gpus_per_node} = {cluster.size} GPUs, but {factors} = "
         f"{config.ranks} ranks: make them equal{out}",
     )
 
 
-CHECKS = (model_sizes, hybrid, sequence, tensor, stages, schedule, hardware)
+CHECKS = (model_sizes, hybrid, sequence, tensor, stages, schedule, diloco, hardware)
 
 
 def divisors(number: int) -> list[int]:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from s2s_lib.training.checks import check, stages_allowed, with_batch
 from s2s_lib.training.explain import explain, lines_of, section, unless_told
-from s2s_lib.training.keys import ClusterKeys, Config
+from s2s_lib.training.keys import ClusterKeys, Config, Diloco, Log
 from s2s_lib.training.yaml_lines import Map, Problem, read_file
 from s2s_lib.training.yaml_text import ConfigError
 
@@ -50,11 +50,14 @@ def load_config(path, overrides=()) -> Config:
 
 def is_empty_section(key, value) -> bool:
     """`model:` with nothing below it, or with comments only."""
-    return value is None and section(Config, [key]) not in (None, ClusterKeys)
+    return value is None and section(Config, [key]) not in (None, ClusterKeys, Diloco)
 
 
 def settled(config) -> tuple[Config, list[Problem]]:
     """The config with the numbers that follow from others, and what does not fit together."""
+    if config.diloco and "every" not in config.log.model_fields_set:
+        # A line each step would have the islands wait for each other in each step.
+        config = config.model_copy(update={"log": Log(every=config.diloco.sync_every)})
     per_rank = config.stages_per_rank or stages_allowed(config)[0]
     config = config.model_copy(update={"stages_per_rank": per_rank})
     batch, problems = with_batch(config)

@@ -135,6 +135,27 @@ class Log(Keys):
     every: whole(1, 1_000_000_000) = 1
 
 
+class Diloco(Keys):
+    """Islands that each train by themselves, and talk once in `sync_every` steps (DiLoCo)."""
+
+    islands: whole(1, 10_000)
+    sync_every: whole(1, 1_000_000) = 50
+    outer_lr: Annotated[float, Field(gt=0, le=100, description="a number above 0, at most 100")] = (
+        0.7
+    )
+    outer_momentum: share(ge=0) = 0.9
+    nesterov: YesNo = True
+    fragments: whole(1, 1000) = 1
+    delay: whole(0, 1_000_000) = 0
+    mixing: share(ge=0) = 0.0
+    bits: Annotated[Literal[4, 8] | None, Field(description="4, 8, or null for full numbers")] = (
+        None
+    )
+    error_feedback: YesNo = False
+    moments: choice("keep", "average", "reset") = "keep"
+    gossip: YesNo = False
+
+
 class LinkKeys(Keys):
     """A Link (cluster.py)."""
 
@@ -190,8 +211,9 @@ class Config(Keys):
     sequence_parallel: YesNo = False
     pipeline_schedule: choice("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zbv") = "one_f_one_b"
     stages_per_rank: whole(1, 100, null=True) = None
-    # In sequences: global_batch is the product of the two, which are of one replica, and
-    # data_parallel_size. What is left out follows from the others (checks.with_batch).
+    # In sequences: global_batch is the product of the two, which are of one replica, and of
+    # data_parallel_size and diloco.islands. What is left out follows from the others
+    # (checks.with_batch).
     global_batch: whole(1, 1_000_000, null=True) = None
     micro_batch_size: whole(1, 1_000_000, null=True) = None
     gradient_accumulation: whole(1, MOST_MICRO_BATCHES, null=True) = None
@@ -205,6 +227,10 @@ class Config(Keys):
     optimizer: Optimizer = Optimizer()
     lr_schedule: LrSchedule = LrSchedule()
     checkpoint: Checkpoint = Checkpoint()
+    diloco: Annotated[
+        Diloco | None,
+        Field(description="keys of its own, as in {islands: 2, sync_every: 50}, or null"),
+    ] = None
     # Links to emulate: the name of a preset, or counts and links.
     cluster: Annotated[
         PresetOrKeys | None,
@@ -218,7 +244,18 @@ class Config(Keys):
 
     @property
     def ranks(self) -> int:
-        return self.data_parallel_size * self.pipeline_parallel_size * self.tensor_parallel_size
+        sizes = self.pipeline_parallel_size * self.tensor_parallel_size
+        return self.islands * self.data_parallel_size * sizes
+
+    @property
+    def islands(self) -> int:
+        """The ranks of the sizes together, so many times."""
+        return self.diloco.islands if self.diloco else 1
+
+    @property
+    def replicas(self) -> int:
+        """Of the model, in all islands."""
+        return self.islands * self.data_parallel_size
 
     @property
     def micro_batches(self) -> int:

@@ -58,8 +58,11 @@ class Parallel(nn.Module):
     """This rank's part of a model that is trained by all ranks of `world`.
 
     `mesh` has the axes dp, pp and tp in the order of `config.mesh_order`; with `hybrid_shard_size`
-    replicate and shard in the place of dp. `dp` is the group of all data-parallel ranks, whose
-    ranks each have rows of their own; the ranks of one data-parallel place all get the same rows.
+    replicate and shard in the place of dp, and with `diloco` another one, island, outermost: then
+    this is one island's part, and what belongs to one model stays inside an island.
+    `dp` is the group of all data-parallel ranks, `group` that of all ranks of this model. `data`
+    are the ranks that each have rows of their own: dp, of all islands. The ranks of one place in it
+    all get the same rows.
     `number` counts the steps taken; with `config.seed` it decides what dropout drops.
 
     `torch.optim.AdamW(parallel.parameters())` and `clip_grad_norm_(parallel, 1.0)` do what they do
@@ -70,8 +73,13 @@ class Parallel(nn.Module):
         super().__init__()
         self.config = config
         self.mesh = mesh_of(config, world)
-        replicas = [axis for axis in self.mesh.axes if axis not in ("pp", "tp")]
+        inside = [axis for axis in self.mesh.axes if axis != "island"]
+        replicas = [axis for axis in inside if axis not in ("pp", "tp")]
         self.dp, self.pp, self.tp = self.mesh[tuple(replicas)], self.mesh["pp"], self.mesh["tp"]
+        self.group = self.mesh[tuple(inside)]
+        self.data = self.dp
+        if "island" in self.mesh.axes:
+            self.data = self.mesh[("island", *replicas)]
         schedule = config.schedule()
         self.logits_cut = self.tp.size > 1 and leaves_logits_cut(model, plan)
         if config.sequence_parallel and not self.logits_cut:
@@ -135,13 +143,13 @@ class Parallel(nn.Module):
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Forward and backward of this replica's rows, tokens and targets [rows, T]; the loss.
 
-        The loss is the mean over the global batch, float64, the same number on every rank: an
-        average over dp of 8 bytes where the last stage is, and a broadcast of it over pp. All
-        replicas give equally many rows and counted targets.
+        The loss is the mean over the global batch (of islands: over this one's part), float64, the
+        same number on every rank: an average over dp of 8 bytes where the last stage is, and a
+        broadcast of it over pp. All replicas give equally many rows and counted targets.
         """
         cuts = even_cuts(len(x), self.pipeline.schedule.microbatches)
         for places in self.places:
-            places.begin(self.number, [self.dp.rank * len(x) + cut for cut in cuts[:-1]])
+            places.begin(self.number, [self.data.rank * len(x) + cut for cut in cuts[:-1]])
         loss = self.mean_loss(self.pipeline.step(x, y))
         self.number += 1
         return loss
@@ -179,7 +187,7 @@ def mesh_of(config: Config, world: Group) -> Mesh:
         "pp": config.pipeline_parallel_size,
         "tp": config.tensor_parallel_size,
     }
-    axes = {}
+    axes = {"island": config.islands} if config.diloco else {}
     for axis in config.mesh_order:
         if axis == "dp" and config.hybrid_shard_size:
             axes["replicate"] = sizes["dp"] // config.hybrid_shard_size

@@ -11,6 +11,7 @@ from pathlib import Path
 from s2s_lib.course.charts import draw_bars, draw_timeline
 from s2s_lib.draw import Picture
 from s2s_lib.meters.timeline import KINDS, Timelines
+from s2s_lib.strategies.diloco.diloco import BETWEEN_ISLANDS
 from s2s_lib.strategies.tensor.region import LANE
 from s2s_lib.strategies.zero import GATHERING, REDUCING
 from s2s_lib.training.checkpoint import SAVING
@@ -22,10 +23,17 @@ AXES = {
     "shard": "between shards",
     "pp": "pp, stages",
     "tp": "tp, parts of layers",
+    "island": "between islands",
     "other": "other",
 }
 # What the background threads do; DDP averages on the one on which ZeRO does.
-THREADS = {REDUCING: "averages", GATHERING: "weights", LANE: "tensor sums", SAVING: "saving"}
+THREADS = {
+    REDUCING: "averages",
+    GATHERING: "weights",
+    LANE: "tensor sums",
+    SAVING: "saving",
+    BETWEEN_ISLANDS: "islands",
+}
 # Of the whole picture, what can be seen.
 SHORTEST = 1 / 250
 PAGE = """<!doctype html>
@@ -78,6 +86,7 @@ def write_report(config, runs: list, log: list[dict]) -> Path:
 def summary(config, run, last) -> str:
     """One line of what was trained, and how it ended."""
     sizes = {
+        "islands": config.islands,
         "data": config.data_parallel_size,
         "pipeline": config.pipeline_parallel_size,
         "tensor": config.tensor_parallel_size,

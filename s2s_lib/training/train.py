@@ -23,11 +23,15 @@ from s2s_lib.meters.bill import bill
 from s2s_lib.meters.memory import KINDS, memory
 from s2s_lib.meters.timeline import Timeline, timeline
 from s2s_lib.ranks.group import Group
+from s2s_lib.strategies.diloco.diloco import DiLoCo
+from s2s_lib.strategies.diloco.state import KEYS
 from s2s_lib.strategies.grads import clip_grad_norm_
 from s2s_lib.training import checkpoint
 from s2s_lib.training.agree import told
 from s2s_lib.training.config import Config
+from s2s_lib.training.lock import locked
 from s2s_lib.training.parallel import Parallel, parallelize
+from s2s_lib.training.plain import open_file
 from s2s_lib.training.runs import Journal, run_folder
 
 LINKS = ("intra", "inter", "wire")
@@ -56,6 +60,8 @@ class Position(NamedTuple):
     seed: int
     seq: int
     text: str
+    # The counts of a DiLoCo.
+    rounds: list[int] | None = None
 
 
 def train(world: Group, config: Config, resume: bool = False, bar: bool = False) -> Run:
@@ -63,16 +69,33 @@ def train(world: Group, config: Config, resume: bool = False, bar: bool = False)
 
     With `resume` it goes on from the last good checkpoint of the last run in `config.output`, if
     there is one. `bar` shows a progress bar in the place of a line for each step.
+
+    With islands the losses are means over all of them, taken where a line is logged: so that an
+    ordinary step does not wait for a slow link.
     """
-    folder = Path(first_says(world, lambda: str(run_folder(config.output, resume))))
+    with contextlib.ExitStack() as held:
+        folder = first_says(world, lambda: str(hold_folder(config.output, resume, held)))
+        return go_through(world, config, Path(folder), resume, bar)
+
+
+def hold_folder(output: str, resume: bool, held: contextlib.ExitStack) -> Path:
+    """The run's folder, which is this job's until `held` ends."""
+    folder = run_folder(output, resume)
+    held.enter_context(locked(folder))
+    return folder
+
+
+def go_through(world: Group, config: Config, folder: Path, resume: bool, bar: bool) -> Run:
+    """All of a run, in its folder."""
     checkpoints = folder / "checkpoints"
     parallel = parallelize(build(config), config, world)
     optimizer = make_optimizer(parallel, config)
     training, held_out = read_text(config)
-    batches = batches_of(training, config, parallel.dp, config.seed)
+    batches = batches_of(training, config, parallel.data, config.seed)
     start = Position(0, 0, 0, config.seed, config.gpt().seq, digest_of(world, training))
-    position = begin(world, parallel, optimizer, checkpoints, config, resume, start)
+    position, islands = begin(world, parallel, optimizer, checkpoints, config, resume, start)
     first, log, saving, of_last = position.step, [], None, None
+    spent, due = [], False
     # Where no step is left nothing is written: the run stays what it was.
     writes = world.rank == 0 and first < config.steps
     journal = Journal(folder, config, first, bar) if writes else None
@@ -82,16 +105,22 @@ def train(world: Group, config: Config, resume: bool = False, bar: bool = False)
         started = time.monotonic()
         with bill() as sent, maybe_timeline(last) as line:
             entry = one_step(parallel, optimizer, x, y, config)
-        seconds, of_last = time.monotonic() - started, line
+            if last and islands:
+                islands.flush()
+        spent.append(time.monotonic() - started)
+        of_last = line
         if last or reached.step % config.log.every == 0:
-            # Of the step itself: not of reading, logging and saving.
-            entry["tokens_per_second"] = config.global_batch * x.shape[1] / seconds
-            log.append(entry | counted(world, sent, parallel, optimizer))
+            # Of the steps themselves: not of reading, logging and saving.
+            entry["tokens_per_second"] = config.global_batch * x.shape[1] * len(spent) / sum(spent)
+            entry["loss"] = over_islands(entry["loss"], parallel)
+            log.append(entry | counted(world, sent, parallel, optimizer, islands))
+            spent = []
             if journal:
                 journal.write(log[-1])
-        if last or config.checkpoint.every and reached.step % config.checkpoint.every == 0:
-            options = {"keep": config.checkpoint.keep, "background": config.checkpoint.background}
-            saving = checkpoint.save(checkpoints, parallel, optimizer, reached._asdict(), **options)
+        every = config.checkpoint.every
+        due = due or last or every and reached.step % every == 0
+        if due and (islands is None or islands.at_rest):
+            saving, due = save(checkpoints, parallel, optimizer, islands, reached), False
     if saving is not None:
         saving.wait()
     if journal:
@@ -106,6 +135,30 @@ def first_says(world, ask):
     ]
 
 
+def save(checkpoints, parallel, optimizer, islands, reached: Position):
+    """Each island for itself, since each has moments of its own."""
+    how = parallel.config.checkpoint
+    options = {"keep": how.keep, "background": how.background}
+    if islands is None:
+        return checkpoint.save(checkpoints, parallel, optimizer, reached._asdict(), **options)
+    folder = of_island(checkpoints, islands.group.rank)
+    progress = reached._replace(rounds=islands.counts)._asdict()
+    with islands.in_state():
+        return checkpoint.save(folder, parallel, optimizer, progress, **options)
+
+
+def of_island(checkpoints: Path, number: int) -> Path:
+    """Where an island has its checkpoints; those of the first are a run's own."""
+    return checkpoints / f"island-{number}" if number else checkpoints
+
+
+def over_islands(number: float, parallel) -> float:
+    if parallel.config.diloco is None:
+        return number
+    mine = torch.tensor(number, dtype=torch.float64)
+    return all_reduce(mine, parallel.mesh["island"], "avg").item()
+
+
 def maybe_timeline(wanted):
     return timeline() if wanted else contextlib.nullcontext()
 
@@ -118,9 +171,11 @@ def look(config: Config):
     """
     training, _ = read_text(config)
     Batches(training, config.gpt().seq, config.global_batch)
-    source = config.checkpoint.start_from
-    if source and not Path(source).is_file():
-        raise ValueError(f"checkpoint.start_from: there is no file {source}")
+    if source := config.checkpoint.start_from:
+        try:
+            open_file(source)
+        except ValueError as error:
+            raise ValueError(f"checkpoint.start_from {source}: {error}") from error
 
 
 def build(config: Config) -> GPT:
@@ -142,20 +197,70 @@ def make_optimizer(parallel: Parallel, config: Config) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=options.lr, betas=tuple(options.betas), eps=options.eps)
 
 
-def begin(world, parallel, optimizer, checkpoints, config, resume, start) -> Position:
-    """Load what there is to load; where to go on."""
-    position = start
-    if resume and first_says(world, lambda: checkpoint.latest(checkpoints) is not None):
-        ours = [dict(group) for group in optimizer.param_groups]
-        position = position_of(checkpoint.load(checkpoints, parallel, optimizer), checkpoints)
-        refuse_others(start, position, checkpoints.parent)
-        # Settings are those of the configuration, as the learning rate's are.
-        for group, own in zip(optimizer.param_groups, ours, strict=True):
-            group.update(own)
-    elif config.checkpoint.start_from:
-        checkpoint.start_from(parallel, config.checkpoint.start_from)
+def begin(world, parallel, optimizer, checkpoints, config, resume, start):
+    """Load what there is to load; where to go on, and the DiLoCo, or None."""
+    found = first_says(world, lambda: to_load(checkpoints, config.islands)) if resume else None
+    if not found:
+        if config.checkpoint.start_from:
+            checkpoint.start_from(parallel, config.checkpoint.start_from)
+        return start, make_diloco(parallel, optimizer)
+    islands = make_diloco(parallel, optimizer)
+    path = found[islands.group.rank if islands else 0]
+    ours = [dict(group) for group in optimizer.param_groups]
+    with islands.in_state() if islands else contextlib.nullcontext():
+        position = position_of(checkpoint.load(path, parallel, optimizer), checkpoints)
+    refuse_others(start, position, checkpoints.parent)
+    # Settings are those of the configuration, as the learning rate's are.
+    for group, own in zip(optimizer.param_groups, ours, strict=True):
+        group.update(own)
+    if islands:
+        islands.counts = counts_of(position, islands)
+    else:
+        forget_outer(optimizer)
     parallel.number = position.step
-    return position
+    return position, islands
+
+
+def to_load(checkpoints: Path, islands: int) -> list[str] | None:
+    """For each island of this run a checkpoint of one of those that saved: the last that all of
+    them have, and if there is none, the first island's last."""
+    last = checkpoint.latest(checkpoints)
+    if last is None:
+        return None
+    folders = [checkpoints, *sorted(checkpoints.glob("island-*"), key=number_of)]
+    names = {folder: {path.name for path in folder.glob("step-*")} for folder in folders}
+    of_first = [path.name for _, path in reversed(checkpoint.checkpoints(checkpoints))]
+    for name in of_first:
+        if all(name in names[folder] for folder in folders):
+            return [str(folders[n % len(folders)] / name) for n in range(islands)]
+    return [str(last)] * islands
+
+
+def number_of(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
+
+
+def make_diloco(parallel: Parallel, optimizer) -> DiLoCo | None:
+    keys = parallel.config.diloco
+    if keys is None:
+        return None
+    options = keys.model_dump(exclude={"islands"})
+    group = parallel.mesh["island"]
+    return DiLoCo(parallel, optimizer, group, **options, seed=parallel.config.seed)
+
+
+def counts_of(position: Position, islands: DiLoCo) -> list[int]:
+    """Where the islands are in their round; at its beginning if they were none, or had another."""
+    saved = position.rounds or []
+    fits = len(saved) == len(islands.counts) and saved[1] < islands.sync_every
+    return saved if fits else [0] * len(islands.counts)
+
+
+def forget_outer(optimizer):
+    """What was an island's goes on as a whole run."""
+    for state in optimizer.state.values():
+        for key in KEYS:
+            state.pop(key, None)
 
 
 def position_of(progress: dict, checkpoints: Path) -> Position:
@@ -258,13 +363,13 @@ def rate_of(config: Config, step: int) -> float:
     return 1 - (1 - schedule.final) * down
 
 
-def counted(world: Group, sent, parallel, optimizer) -> dict:
+def counted(world: Group, sent, parallel, optimizer, islands) -> dict:
     """Bytes sent in the step by all ranks, by class of link and by axis, with those of a save in
     the background meanwhile; the most that a rank holds, by kind and in all. Two all_reduces of
     some numbers."""
     by_link, along = sent.by("link"), along_axes(sent, parallel)
     counts = [*(by_link.get(link, 0) for link in LINKS), *along.values()]
-    with memory(parallel, optimizer) as held:
+    with memory(parallel, optimizer, *([islands] if islands else [])) as held:
         pass
     kinds = [held.live[kind] for kind in KINDS]
     counts = whole_numbers(all_reduce(torch.tensor(counts, dtype=torch.float64), world))
@@ -298,11 +403,11 @@ def evaluate(parallel: Parallel, tokens, config: Config) -> float | None:
     """The mean loss over about EVALUATED held-out sequences, which do not depend on the seed; None
     where the text is too short for a global batch of them."""
     try:
-        batches = batches_of(tokens, config, parallel.dp, seed=0)
+        batches = batches_of(tokens, config, parallel.data, seed=0)
     except ValueError:
         return None
     parallel.eval()
     some = itertools.islice(batches.epoch(0), max(1, EVALUATED // config.global_batch))
     losses = [float(parallel.evaluate(x, y)) for x, y in some]
     parallel.train()
-    return sum(losses) / len(losses)
+    return over_islands(sum(losses) / len(losses), parallel)

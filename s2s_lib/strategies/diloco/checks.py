@@ -24,9 +24,20 @@ def check_options(model, group: Group | Islands, options: dict):
             )
     else:
         check_group(group)
+    check_numbers(options)
+    whole("seed", options["seed"], 0)
+    if isinstance(group, Group) and group.size == 1:
+        warnings.warn(
+            "DiLoCo over one island sends nothing: it is an outer step every sync_every steps, as "
+            "in Lookahead",
+            stacklevel=3,
+        )
+
+
+def check_numbers(options: dict):
+    """ValueError, which begins with a name and its value, for options that cannot be together."""
     whole("fragments", options["fragments"], 1)
     whole("delay", options["delay"], 0)
-    whole("seed", options["seed"], 0)
     sync_interval(options["sync_every"], options["fragments"], options["delay"])
     share("mixing", options["mixing"])
     share("outer_momentum", options["outer_momentum"])
@@ -51,12 +62,6 @@ def check_options(model, group: Group | Islands, options: dict):
         raise ValueError(
             "gossip=True averages weights, not their moves, at once and in full: leave out "
             f"delay={options['delay']} and bits={options['bits']}"
-        )
-    if isinstance(group, Group) and group.size == 1:
-        warnings.warn(
-            "DiLoCo over one island sends nothing: it is an outer step every sync_every steps, as "
-            "in Lookahead",
-            stacklevel=3,
         )
 
 

@@ -21,6 +21,8 @@ H = 1 at first is post-local SGD (Lin et al., arXiv:1808.07217). (Douillard et a
 arXiv:2311.08105; streaming: arXiv:2501.18512.)
 """
 
+import contextlib
+
 import torch
 from torch import nn
 
@@ -34,6 +36,7 @@ from s2s_lib.strategies.diloco.fragment import Fragment, OuterStep, Underway, cu
 from s2s_lib.strategies.diloco.gossip import pair_of
 from s2s_lib.strategies.diloco.moments import check_moments, moments_of
 from s2s_lib.strategies.diloco.newcomers import let_in, refuse_others
+from s2s_lib.strategies.diloco.state import kept_in
 from s2s_lib.strategies.grads import refuse_cut_over
 from s2s_lib.strategies.replicas import check_options_same, check_same, refuse_averaged_over
 
@@ -51,7 +54,7 @@ class Fixed:
     def __init__(self, group: Group):
         self.group = group
 
-    def together(self, work):
+    def together(self, work, admit=True):
         return work(self.group)
 
 
@@ -136,6 +139,8 @@ class DiLoCo:
         self._sync_every = sync_every
         # Inner steps in this round, and rounds, which end with a sync of the last fragment.
         self.steps = self.rounds = 0
+        # Whether islands have met in pairs since all were the same.
+        self.apart = False
         self.hook = inner_optimizer.register_step_post_hook(self.after_step)
         if not self.islands.here:
             self.come_in()
@@ -175,18 +180,24 @@ class DiLoCo:
     def after_step(self, *_):
         """After each step of the inner optimizer: sync what is due."""
         step = self.steps + 1
-        self.steps, self.rounds = step % self.sync_every, self.rounds + (step == self.sync_every)
+        self.steps = step % self.sync_every
         for fragment in self.fragments:
             fragment.since += 1
         try:
-            for number, fragment in enumerate(self.fragments):
-                if step == self.due(number):
-                    self.begin(fragment)
-                if fragment.underway and fragment.since == self.delay:
-                    self.finish(fragment, self.mixing)
+            try:
+                self.sync_due(step)
+            finally:
+                self.rounds += step == self.sync_every
             let_in(self, self.islands)
         except LeftBehind:
             self.come_in()
+
+    def sync_due(self, step):
+        for number, fragment in enumerate(self.fragments):
+            if step == self.due(number):
+                self.begin(fragment)
+            if fragment.underway and fragment.since == self.delay:
+                self.finish(fragment, self.mixing)
 
     def come_in(self):
         """Take part from now on, with what the other islands have."""
@@ -204,17 +215,14 @@ class DiLoCo:
         """
         for fragment in self.fragments:
             if fragment.underway:
-                self.finish(fragment)
+                self.finish(fragment, admit=False)
         for fragment in self.fragments:
             if fragment.since:
                 self.begin(fragment)
-                self.finish(fragment)
-        if self.gossip:
-            for row in self.rows:
-                row.outer = all_reduce(row.outer, self.group, "avg", ALGORITHM)
-                row.hand_out()
+                self.finish(fragment, admit=False)
+        if self.apart:
+            self.meet_all()
         self.rounds, self.steps = self.rounds + bool(self.steps), 0
-        let_in(self, self.islands)
 
     # A sync, in two halves, between which inner steps may go by
 
@@ -240,7 +248,7 @@ class DiLoCo:
             found.append((average, left))
         return found
 
-    def finish(self, fragment: Fragment, mixing: float = 0.0):
+    def finish(self, fragment: Fragment, mixing: float = 0.0, admit: bool = True):
         """When the average is there: the outer step, and what follows for the live weights.
 
         Where anything fails nothing has changed, and the next sync sends it all.
@@ -261,13 +269,14 @@ class DiLoCo:
             return stepped, [residual for _, residual in averages], others
 
         try:
-            stepped, residuals, others = self.islands.together(work)
+            stepped, residuals, others = self.islands.together(work, admit)
         except BaseException:
             fragment.since += underway.steps
             raise
         for row, (outer, momentum), residual in zip(rows, stepped, residuals, strict=True):
             row.outer, row.momentum, row.residual = outer, momentum, residual
             row.hand_out(mixing)
+        self.apart = self.gossip
         if not mixing:
             # The live weights are the outer ones: there is nothing to tell.
             fragment.since = 0
@@ -286,6 +295,16 @@ class DiLoCo:
             (all_reduce(outer, pair, "avg", ALGORITHM), momentum) for outer, momentum in stepped
         ]
 
+    def meet_all(self):
+        """After rounds of gossip: the mean over all islands."""
+
+        def work(group):
+            return [all_reduce(row.outer, group, "avg", ALGORITHM) for row in self.rows]
+
+        for row, row.outer in zip(self.rows, self.islands.together(work, False), strict=True):
+            row.hand_out()
+        self.apart = False
+
     def beside(self, fragment) -> list[torch.Tensor]:
         """What is averaged with a fragment beside its weights: moments, if wanted, and with the
         last fragment buffers."""
@@ -301,6 +320,41 @@ class DiLoCo:
         return [row for fragment in self.fragments for row in fragment.rows]
 
     # The surface
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is under way."""
+        return not any(fragment.underway for fragment in self.fragments)
+
+    @property
+    def counts(self) -> list[int]:
+        """Rounds, inner steps in this one, and inner steps since each fragment was last synced:
+        with what is in the optimizer's state, all that going on needs."""
+        return [self.rounds, self.steps, *(fragment.since for fragment in self.fragments)]
+
+    @counts.setter
+    def counts(self, counts):
+        self.rounds, self.steps, *since = counts
+        for fragment, steps in zip(self.fragments, since, strict=True):
+            fragment.since = steps
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """For the memory meter: `memory(model, optimizer, diloco)`."""
+        kept = [(row.outer, row.momentum, row.residual) for row in self.rows]
+        return {"optimizer": [t for tensors in kept for t in tensors if t is not None]}
+
+    @contextlib.contextmanager
+    def in_state(self):
+        """Inside, the inner optimizer's state also has what belongs to the outer step, for each
+        parameter: "outer" and "outer_momentum", and with feedback "outer_residual", of its shape.
+        To be saved with it, or loaded; loaded without, the outer weights are the live ones.
+
+        Save `counts` too. RuntimeError unless `at_rest`.
+        """
+        if not self.at_rest:
+            raise RuntimeError("a fragment is under way: save when the DiLoCo is at_rest")
+        with kept_in(self.optimizer, self.rows):
+            yield
 
     def __enter__(self):
         return self

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from s2s_lib.collectives.background import Background
+from s2s_lib.strategies.grads import is_cut
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class OuterStep:
 
 
 class Row:
-    """Parameters of one dtype in one row of memory: their outer weights and their momentum.
+    """Parameters in one row of memory, of one dtype: their outer weights and their momentum.
 
     Both are of at least float32: live weights of 16 bits are what rounding leaves of them.
     `residual` is what quantising has left out of what this rank sent so far, or None.
@@ -81,17 +82,18 @@ class Underway(NamedTuple):
 
 
 class Fragment:
-    """Parameters that are synced together: a row for each dtype.
+    """Parameters that are synced together: a row for each dtype, and inside an island another for
+    those that its ranks have cut. So what they all have whole is rounded alike on all of them.
 
     `since` counts the inner steps since this island last said how far it has come; `underway` is
     what it said then, until the islands' average is there.
     """
 
     def __init__(self, named, feedback=False):
-        by_dtype = {}
+        alike = {}
         for name, parameter in named:
-            by_dtype.setdefault(parameter.dtype, []).append((name, parameter))
-        self.rows = [Row(same, feedback) for same in by_dtype.values()]
+            alike.setdefault((parameter.dtype, is_cut(parameter)), []).append((name, parameter))
+        self.rows = [Row(same, feedback) for same in alike.values()]
         self.since, self.underway = 0, None
 
     @property
@@ -104,15 +106,8 @@ class Fragment:
 
 
 def cut(named: list, count: int) -> list[list]:
-    """Parameters with their names in `count` runs of about as many elements each.
+    """Parameters with their names in `count` runs of about as many parameters each.
 
-    A run may be empty where a parameter is larger than a run should be.
+    By number and not by size, of which the ranks of an island may have different shares.
     """
-    total = sum(parameter.numel() for _, parameter in named)
-    runs, before = [[] for _ in range(count)], 0
-    for name, parameter in named:
-        # Where its middle falls.
-        middle = before + parameter.numel() / 2
-        runs[min(count - 1, int(middle * count / max(1, total)))].append((name, parameter))
-        before += parameter.numel()
-    return runs
+    return [named[len(named) * i // count : len(named) * (i + 1) // count] for i in range(count)]

@@ -44,18 +44,15 @@ def let_in(diloco, islands: Islands):
 
 def needed(diloco) -> list[torch.Tensor]:
     """All that a newcomer has to know, in an order that is the same on all islands."""
-    counts = [diloco.rounds, diloco.steps, *(fragment.since for fragment in diloco.fragments)]
     rows = [tensor for row in diloco.rows for tensor in (row.outer, row.momentum)]
     live = [*diloco.model.parameters(), *diloco.model.buffers()]
-    return [torch.tensor(counts), *rows, *live]
+    return [torch.tensor(diloco.counts), *rows, *live]
 
 
 @torch.no_grad()
 def take(diloco, received):
     counts, *tensors = received
-    diloco.rounds, diloco.steps, *since = counts.tolist()
-    for fragment, steps in zip(diloco.fragments, since, strict=True):
-        fragment.since = steps
+    diloco.counts = counts.tolist()
     for mine, value in zip(needed(diloco)[1:], tensors, strict=True):
         mine.copy_(value)
     diloco.optimizer.state.clear()
