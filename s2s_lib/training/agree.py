@@ -5,7 +5,7 @@ import json
 from s2s_lib.ranks.group import Group
 from s2s_lib.strategies.replicas import exchange
 
-# Of so many things that do not fit, the rest are only counted.
+# Of so many things of one kind that do not fit, the rest are only counted.
 MOST_TOLD = 5
 
 
@@ -32,12 +32,16 @@ def refuse_misfits(everyone: list[dict], there: set[str], words: str):
     """ValueError, on all ranks alike, for what some rank found wrong and what none holds."""
     wrong = [complaint for rank in everyone for complaint in rank["wrong"]]
     held = {name for rank in everyone for name in rank["held"]}
-    wrong += [f"{name} is unexpected" for name in sorted(there - held)]
-    wrong = list(dict.fromkeys(wrong))
-    if wrong:
-        more = len(wrong) - MOST_TOLD
-        told = "; ".join(wrong[:MOST_TOLD]) + (f"; and {more} more" if more > 0 else "")
+    kinds = [wrong, [f"{name} is unexpected" for name in sorted(there - held)]]
+    if any(kinds):
+        told = "; ".join(first_ones(complaints) for complaints in kinds if complaints)
         raise ValueError(
             f"{words}, it does not fit this model: {told}. Build the model, in the precision, that "
             "was saved"
         )
+
+
+def first_ones(complaints: list[str]) -> str:
+    complaints = list(dict.fromkeys(complaints))
+    more = len(complaints) - MOST_TOLD
+    return "; ".join(complaints[:MOST_TOLD]) + (f"; and {more} more" if more > 0 else "")

@@ -26,14 +26,16 @@ from s2s_lib.collectives import background as lanes
 from s2s_lib.ranks.connection import current
 from s2s_lib.training import disk
 from s2s_lib.training.agree import refuse_misfits, told
-from s2s_lib.training.disk import latest, read_progress
+from s2s_lib.training.disk import checkpoints, latest, read_progress
+from s2s_lib.training.lock import locked
+from s2s_lib.training.manifest import FORMAT, read_manifest
 from s2s_lib.training.optimizer_state import groups_of, joined, misfits, restore, state_of
 from s2s_lib.training.parallel import Parallel
 from s2s_lib.training.pieces import Piece, index, pieces_of
 from s2s_lib.training.plain import export, start_from
 from s2s_lib.training.reader import Reader
 
-__all__ = ["export", "latest", "load", "read_progress", "save", "start_from"]
+__all__ = ["checkpoints", "export", "latest", "load", "read_progress", "save", "start_from"]
 
 # On which background thread: gradients and weights travel on others.
 SAVING = 3
@@ -62,33 +64,44 @@ def save(
     With `background` it returns once each rank has a copy of what it will write, and training may
     go on; else nothing is copied. A save waits for the one before it; wait for the last one before
     the rank's function returns. RuntimeError on all ranks if one of them cannot write: from
-    `.wait()`, or, if nobody has waited, from the next save.
+    `.wait()`, or, if nobody has waited, from the next save; and at once if another job is saving
+    into this folder (lock.py).
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep={keep!r}: give how many checkpoints are to be kept, at least 1")
-    world, path = parallel.mesh.group, Path(folder) / f"step-{parallel.number:06d}"
+    world, path = parallel.group, Path(folder) / f"step-{parallel.number:06d}"
     if (before := _under_way.pop(parallel, None)) is not None:
         before.finished.wait()
         if before.error in current().unheard:
             before.wait()
     tensors, mine = {}, {}
     manifest = {
-        "format": disk.FORMAT,
+        "format": FORMAT,
         "step": parallel.number,
+        "save": os.urandom(8).hex(),
         "progress": progress,
         "layout": parallel.mesh.axes | {"zero_stage": parallel.config.zero_stage},
         "aliases": parallel.aliases,
         "optimizer": {"class": type(optimizer).__name__},
     }
 
+    # The first rank's: from here until all is written.
+    lock = contextlib.ExitStack()
+
     def prepare():
         if world.rank == 0:
             json.dumps(manifest)
+            lock.enter_context(locked(path.parent))
             disk.begin(path)
         mine.update(described(pieces_of(parallel), optimizer, tensors, background))
+        return manifest["save"]
 
-    told(world, prepare, RuntimeError, f"{path} cannot be saved")
-    saving = lanes.background(write, path, tensors, mine, manifest, keep, world, lane=SAVING)
+    try:
+        manifest["save"] = told(world, prepare, RuntimeError, f"{path} cannot be saved")[0]
+    except BaseException:
+        lock.close()
+        raise
+    saving = lanes.background(write, path, tensors, mine, manifest, keep, world, lock, lane=SAVING)
     _under_way[parallel] = saving
     if not background:
         saving.wait()
@@ -117,12 +130,13 @@ def described(pieces: list[Piece], optimizer, tensors: dict, copy: bool) -> dict
     return {"pieces": found, "groups": groups_of(optimizer, pieces)}
 
 
-def write(path: Path, tensors, mine, manifest, keep, world) -> Path:
+def write(path: Path, tensors, mine, manifest, keep, world, lock) -> Path:
     """On every rank: its file; and when all have written theirs, the manifest and the name."""
     tmp, file = disk.unfinished(path), f"rank-{world.rank:05d}.safetensors"
 
     def write_mine():
-        size = disk.write_shard(tmp / file, tensors) if tensors else None
+        said = disk.marks(file, manifest["step"], manifest["save"])
+        size = disk.write_shard(tmp / file, tensors, said) if tensors else None
         return mine | {"file": file, "size": size}
 
     def commit():
@@ -134,14 +148,14 @@ def write(path: Path, tensors, mine, manifest, keep, world) -> Path:
             manifest["optimizer"]["groups"] = joined(groups)
             disk.commit(path, manifest, keep)
 
-    try:
-        everyone = told(world, write_mine, RuntimeError, f"{path} was not saved")
-        told(world, commit, RuntimeError, f"{path} was not saved")
-    except RuntimeError:
-        if world.rank == 0:
-            with contextlib.suppress(OSError):
-                disk.remove(tmp)
-        raise
+    with lock:
+        try:
+            everyone = told(world, write_mine, RuntimeError, f"{path} was not saved")
+            told(world, commit, RuntimeError, f"{path} was not saved")
+        except RuntimeError:
+            if world.rank == 0:
+                disk.delete(tmp)
+            raise
     return path
 
 
@@ -161,12 +175,12 @@ def load(
     changed, where a file is missing or broken, or something does not fit: names, shapes, dtypes,
     the optimizer's class and parameters.
     """
-    world, pieces = parallel.mesh.group, pieces_of(parallel)
+    world, pieces = parallel.group, pieces_of(parallel)
 
     def choose():
         if world.rank == 0:
             path = disk.find(folder)
-            return str(path), disk.read_manifest(path)
+            return str(path), read_manifest(path)
 
     path, manifest = told(world, choose, ValueError, f"cannot load from {folder}")[0]
     reader, words = Reader(Path(path), manifest), f"cannot load {path}"

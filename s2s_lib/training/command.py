@@ -11,7 +11,6 @@ arguments are wrong, which is told before any rank is started. Ranks compute on 
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ def main(arguments=None) -> int:
     train.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the last checkpoint of the last run, and not in a folder of its own",
+        help="go on from the last checkpoint of the last run that has one",
     )
     train.add_argument("--steps", type=int, help="train up to this step")
     train.add_argument(
@@ -55,14 +54,16 @@ def run_train(given) -> int:
     except ConfigError as error:
         return refuse(error)
     from s2s_lib.ranks.failure import RankError
-    from s2s_lib.ranks.launch import launch
-    from s2s_lib.training.runs import refuse_another_run
+    from s2s_lib.ranks.launch import check_timeout, launch
+    from s2s_lib.training.runs import check_folder, refuse_another_run
     from s2s_lib.training.train import look, train
 
     cluster, bar = config.cluster_object(), sys.stderr.isatty()
     try:
+        check_timeout(given.timeout)
         check_ranks(config)
         look(config)
+        check_folder(config)
         if given.resume:
             refuse_another_run(config)
     except ValueError as error:
@@ -125,10 +126,10 @@ def is_first() -> bool:
 def finish(config, runs):
     """Write the report; say in a line how the run ended."""
     from s2s_lib.training.report import summary, write_report
-    from s2s_lib.training.runs import read_lines
+    from s2s_lib.training.runs import read_log
 
     folder = Path(runs[0].folder)
-    log = [json.loads(line) for line in read_lines(folder / "log.jsonl")]
+    log = read_log(folder / "log.jsonl")
     if not runs[0].log:
         asked = f"no further than step {config.steps} was asked for"
         print(f"{folder} is at step {runs[0].first}, and {asked}: --steps takes it further")

@@ -1,6 +1,6 @@
 """A checkpoint on disk: there whole, or not at all.
 
-    step-000010/manifest.json             which tensors there are, and in which file each piece is
+    step-000010/manifest.json             where each tensor is (manifest.py)
     step-000010/rank-00003.safetensors    what rank 3 owned: weight/NAME and optimizer/KEY/NAME
     step-000015.tmp/                      being written, or left by a process that was killed
 
@@ -9,7 +9,12 @@ gets its name when all that is in it has reached the disk: a file system renames
 not at all. And it loses its name before anything in it is deleted. Nothing is pickled, so reading
 a checkpoint cannot run code.
 
-Everything here is local to one process; checkpoint.py has what all ranks do together.
+People move checkpoints to larger disks and leave links behind: of a link only the link is removed.
+And a file that comes from another rank or another save, as copying by hand makes them, says so: in
+each are its rank, its step and its save.
+
+Everything here is local to one process; checkpoint.py has what all ranks do together. Who writes
+holds the folder (lock.py), so what is unfinished there is nobody's.
 """
 
 import contextlib
@@ -23,12 +28,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-# What is in it.
-KEYS = ("step", "saved", "progress", "layout", "aliases", "optimizer", "tensors")
+from s2s_lib.training.manifest import MANIFEST, read_manifest
+
 # A checkpoint that is being replaced by one of the same step is `.old` for a moment.
 NAME = re.compile(r"step-\d+(\.old)?")
+UNFINISHED = re.compile(NAME.pattern + r"\.tmp")
 
 
 # Finding
@@ -65,24 +69,6 @@ def find(folder: str | os.PathLike) -> Path:
     return found
 
 
-def read_manifest(path: Path) -> dict:
-    """ValueError, with its name, for a file that is none."""
-    file = path / MANIFEST
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-        number = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{file} is no manifest of a checkpoint ({type(error).__name__}: {error}): give the "
-            "path of another checkpoint"
-        ) from error
-    if number != FORMAT:
-        raise ValueError(f"{file} has format {number}, this version reads format {FORMAT}")
-    if missing := [key for key in KEYS if key not in manifest]:
-        raise ValueError(f"{file} is not whole, it has no {missing[0]}: give another checkpoint")
-    return manifest
-
-
 def read_progress(folder: str | os.PathLike) -> dict:
     """What `save` was given as `progress`; of the latest checkpoint where there are several."""
     return read_manifest(find(folder))["progress"]
@@ -97,15 +83,20 @@ def unfinished(path: Path) -> Path:
 
 def begin(path: Path):
     """Clear away what was left half done; make the folder to write into."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob("step-*.tmp"):
-        shutil.rmtree(left)
+        if UNFINISHED.fullmatch(left.name):
+            delete(left)
     unfinished(path).mkdir()
 
 
-def write_shard(file: Path, tensors: dict[str, torch.Tensor]) -> int:
+def marks(file: str, step: int, save: str) -> dict[str, str]:
+    """What a rank's file says of itself."""
+    return {"file": file, "step": str(step), "save": save}
+
+
+def write_shard(file: Path, tensors: dict[str, torch.Tensor], said: dict[str, str]) -> int:
     """Write a file, and wait until it is on the disk; its size in bytes."""
-    save_file(tensors, file)
+    save_file(tensors, file, said)
     sync(file)
     return file.stat().st_size
 
@@ -124,7 +115,7 @@ def commit(path: Path, manifest: dict, keep: int):
     tmp, old, folder = unfinished(path), path.with_name(f"{path.name}.old"), path.parent
     manifest["saved"] = 1 + max([n for n, _ in checkpoints(folder) if n < math.inf], default=0)
     write_manifest(tmp, manifest)
-    if path.exists():
+    if os.path.lexists(path):
         remove(old)
         os.rename(path, old)
     os.rename(tmp, path)
@@ -148,10 +139,19 @@ def prune(folder: Path, keep: int):
 
 
 def remove(path: Path):
-    """Take its name, then delete it."""
-    if path.exists():
+    """Take a checkpoint's name, then delete it. What is none stays where it is."""
+    if (path / MANIFEST).exists():
         os.rename(path, unfinished(path))
-        shutil.rmtree(unfinished(path))
+        delete(unfinished(path))
+
+
+def delete(path: Path):
+    """Delete a folder with what is in it, a file, or a link without what it leads to. What the
+    system does not let go stays: it stops no save of another step."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path: Path):

@@ -27,6 +27,9 @@ def explain(error: ValidationError, top: type[BaseModel], document: Document) ->
         # An item of a list is told as the list.
         path = tuple(part for part in path if isinstance(part, str))
         value, place = document.find(path)
+        if place is None:
+            # A default that follows from the file's name.
+            value = each["input"]
         meant = []
         if each["type"] == "extra_forbidden":
             meant, message = unknown(top, path)
@@ -60,7 +63,7 @@ def given(value, place) -> str:
     """What stands there, as written where that is short."""
     if isinstance(value, str):
         return f"the text {shown(value)!r}"
-    return place.text or kind(value)
+    return place and place.text or kind(value)
 
 
 def asked(top, path, value) -> str:

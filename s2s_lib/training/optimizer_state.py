@@ -10,8 +10,9 @@ import json
 import torch
 
 from s2s_lib.strategies.state import NUMBERS
+from s2s_lib.training.manifest import dtype_of
 from s2s_lib.training.pieces import Piece
-from s2s_lib.training.reader import Reader, dtype_of
+from s2s_lib.training.reader import Reader
 
 # In front of an optimizer's own name for what it keeps.
 KEY = "optimizer/"

@@ -6,7 +6,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from s2s_lib.training.agree import refuse_misfits, told
-from s2s_lib.training.disk import find, read_manifest
+from s2s_lib.training.disk import find
+from s2s_lib.training.manifest import read_manifest
 from s2s_lib.training.parallel import Parallel
 from s2s_lib.training.pieces import Piece, pieces_of
 from s2s_lib.training.reader import Reader
@@ -26,18 +27,23 @@ def start_from(parallel: Parallel, source: dict | str | os.PathLike):
     """Take the weights of a plain state dict, whole tensors by the model's names, or of a
     safetensors file with one. The optimizer and the number of steps stay.
 
-    Collective; each rank takes its pieces, in the model's dtype. A tied weight may be there by any
-    of its names. ValueError, the same on all ranks and with nothing changed, naming what is
-    missing, unexpected or misshapen, or tied here and different there.
+    Collective; each rank takes its pieces, in the model's dtype: a float in another, anything else
+    in its own. A tied weight may be there by any of its names. ValueError, the same on all ranks
+    and with nothing changed, naming what is missing, unexpected, misshapen or no plain tensor, or
+    tied here and different there.
     """
-    world, pieces = parallel.mesh.group, pieces_of(parallel)
+    world, pieces = parallel.group, pieces_of(parallel)
     words = "cannot start from " + ("a state dict" if isinstance(source, dict) else str(source))
     opened = []
 
     def look():
         opened.append(plain := Plain(source, parallel.aliases))
         wrong = [found for piece in pieces if (found := plain.misfit(piece))]
-        return {"held": [piece.name for piece in pieces], "wrong": wrong, "there": [*plain.names]}
+        return {
+            "held": [piece.name for piece in pieces],
+            "wrong": wrong,
+            "there": [*map(str, plain.names)],
+        }
 
     def copy():
         for piece in pieces:
@@ -67,15 +73,23 @@ class Plain:
         """What is wrong with a tensor, in words."""
         if piece.name not in self.names:
             return f"{piece.name} is missing"
-        value = self.get(piece.name)
-        if not isinstance(value, torch.Tensor) or value.is_meta:
-            return f"{piece.name} is {value!r}, no tensor with values"
+        value, wanted = self.get(piece.name), piece.tensor.dtype
+        if not is_plain(value):
+            return f"{piece.name} is a {type(value).__name__}, no plain tensor with its values"
+        if value.dtype != wanted and not (value.is_floating_point() and wanted.is_floating_point):
+            return f"{piece.name} is {str(value.dtype)[6:]} there and {str(wanted)[6:]} here"
         if list(value.shape) != piece.shape:
             return f"{piece.name} is {list(value.shape)} there and {piece.shape} here"
         names = self.names[piece.name]
         if not all(torch.equal(value, self.get(piece.name, i)) for i in range(1, len(names))):
             return f"{' and '.join(names)} are one tensor here and differ there"
         return None
+
+
+def is_plain(value) -> bool:
+    """Whether it can be copied from: dense, with memory, and no kind of its own such as DTensor."""
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return plain and value.layout is torch.strided and not value.is_meta
 
 
 def open_file(path):

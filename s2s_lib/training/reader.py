@@ -13,21 +13,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from s2s_lib.ranks.wire import DTYPES
 from s2s_lib.strategies.tensor.cut import Cut
-from s2s_lib.training.disk import MANIFEST
+from s2s_lib.training.disk import marks
+from s2s_lib.training.manifest import MANIFEST, WAY_OUT, dtype_of
 from s2s_lib.training.pieces import Where
-
-# The way out.
-ANOTHER = "Load an older checkpoint: give its step-... folder"
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype that a manifest names; ValueError for a name that is none."""
-    for dtype in DTYPES:
-        if str(dtype) == f"torch.{name}":
-            return dtype
-    raise ValueError(f"a manifest names the dtype {name!r}, which torch does not have")
 
 
 class Reader:
@@ -38,6 +27,7 @@ class Reader:
 
     def __init__(self, path: Path, manifest: dict):
         self.path, self.tensors = path, manifest["tensors"]
+        self.step, self.save = manifest["step"], manifest["save"]
         self.files = {}
 
     def check(self, key: str, name: str, where: Where):
@@ -93,7 +83,9 @@ class Reader:
             if there == place and a < last and b > first
         )
         if sum(min(last, b) - max(first, a) for a, b, _ in found) != last - first:
-            raise ValueError(f"{self.path / MANIFEST} does not say where all of {name} is")
+            raise ValueError(
+                f"{self.path / MANIFEST} does not say where all of {name} is. {WAY_OUT}"
+            )
         return [(self.row(file, key, name, b - a), a, b) for a, b, file in found]
 
     def row(self, file, key, name, length):
@@ -105,13 +97,17 @@ class Reader:
                 raise ValueError(f"{full} is {found}, and the manifest says {dtype} [{length}]")
             return row
         except FileNotFoundError:
-            raise ValueError(f"{self.path / file} is missing. {ANOTHER}") from None
+            raise ValueError(f"{self.path / file} is missing. {WAY_OUT}") from None
         except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f"{self.path / file} is broken: {error}. {ANOTHER}") from error
+            raise ValueError(f"{self.path / file} is broken: {error}. {WAY_OUT}") from error
 
     def open(self, file):
         if file not in self.files:
-            self.files[file] = safe_open(self.path / file, framework="pt")
+            opened = safe_open(self.path / file, framework="pt")
+            said, right = opened.metadata() or {}, marks(file, self.step, self.save)
+            if said != right:
+                raise ValueError(f"it says that it is {said}, and the manifest wants {right}")
+            self.files[file] = opened
         return self.files[file]
 
     def dtype(self, key, name):

@@ -7,40 +7,83 @@
     runs/ddp/checkpoints/     see checkpoint.py
     runs/ddp/report.html      at the end: pictures and numbers (report.py)
 
-A second run without --resume gets a folder of its own, runs/ddp-2: nothing is overwritten.
+A second run without --resume gets a folder of its own, runs/ddp-2: nothing is overwritten. Its
+file `.run` says that it is a run of ddp, since a run of another output may be called ddp-2, and a
+copy that somebody keeps ddp-20240101. --resume takes the last run that has a checkpoint, and while
+a run is alive no other goes on with it (lock.py).
 """
 
+import contextlib
 import glob
 import json
 import os
+import re
 import sys
+import tempfile
 from pathlib import Path
 
-import yaml
 from tqdm import tqdm
 
 from s2s_lib.meters.units import human_bytes
 from s2s_lib.training.config import Config, ConfigError, load_config
 from s2s_lib.training.disk import latest
+from s2s_lib.training.yaml_lines import as_yaml
+from s2s_lib.training.yaml_text import shown
+
+MARK = ".run"
+# The numbers of later runs.
+LATER = re.compile("[2-9]|[1-9][0-9]+")
 
 
 def run_folder(output: str, resume: bool) -> Path:
-    """The last run's folder with `resume`, else a new one, made now: output, output-2, ..."""
-    last = last_run(output)
-    folder = numbered(output, max(last, 1) if resume else last + 1)
+    """The folder to go on in with `resume`, else a new one, made now: output, output-2, ..."""
+    runs = runs_of(output)
+    if resume and runs:
+        return last_saved(output) or runs[max(runs)]
+    number = max(runs, default=0) + 1
+    while os.path.lexists(numbered(output, number)):
+        number += 1
     # Another run may have had the same idea: then this one stops, and nothing is mixed.
-    folder.mkdir(parents=True, exist_ok=resume)
+    folder = numbered(output, number)
+    folder.mkdir(parents=True)
+    (folder / MARK).write_text(mark(folder, Path(output)), encoding="utf-8")
     return folder
 
 
-def last_run(output: str) -> int:
-    """The number of the last run in `output`, output-2, ...; 0 where there is none."""
-    base = Path(output)
-    taken = [1] if base.exists() else []
+def runs_of(output: str) -> dict[int, Path]:
+    """The folders output, output-2, ... by number, without those that are not its runs."""
+    base, found = Path(output), {}
+    if base.is_dir() and not is_later_run(base):
+        found[1] = base
     for path in base.parent.glob(f"{glob.escape(base.name)}-*"):
-        if (number := path.name[len(base.name) + 1 :]).isdecimal():
-            taken.append(int(number))
-    return max(taken, default=0)
+        number = path.name[len(base.name) + 1 :]
+        if LATER.fullmatch(number) and read_mark(path) == mark(path, base):
+            found[int(number)] = path
+    return found
+
+
+def mark(folder: Path, base: Path) -> str:
+    return json.dumps({"folder": folder.name, "run of": base.name})
+
+
+def read_mark(folder: Path) -> str | None:
+    try:
+        return (folder / MARK).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+
+
+def is_later_run(folder: Path) -> bool:
+    """Whether this is one of another output, as `llama-2` can be of `llama`."""
+    name, _, number = folder.name.rpartition("-")
+    return bool(LATER.fullmatch(number)) and read_mark(folder) == mark(folder, Path(name))
+
+
+def last_saved(output: str) -> Path | None:
+    """The last run that has a checkpoint: a start that failed at once leaves a folder too."""
+    runs = runs_of(output)
+    saved = (runs[n] for n in sorted(runs, reverse=True) if latest(runs[n] / "checkpoints"))
+    return next(saved, None)
 
 
 def numbered(output: str, number: int) -> Path:
@@ -48,11 +91,36 @@ def numbered(output: str, number: int) -> Path:
     return base if number == 1 else base.with_name(f"{base.name}-{number}")
 
 
+def check_folder(config: Config):
+    """ValueError where no run can have a folder, and where the run would be among its own text."""
+    base, shown_base = Path(config.output), shown(config.output)
+    try:
+        if base.name in ("", ".."):
+            raise ValueError("it has no name of its own; give one, as in runs/first")
+        base.parent.mkdir(parents=True, exist_ok=True)
+        # With room for the -2 of a second run.
+        os.rmdir(tempfile.mkdtemp(prefix=f"{base.name}-", dir=base.parent))
+        refuse_own_text(base.resolve(), config.data.path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"output {shown_base}: {error}") from error
+
+
+def refuse_own_text(folder: Path, source: str | None):
+    """ValueError where the files of a run would be read as text to train on."""
+    text = Path(source).resolve() if source else None
+    if text and text.is_dir() and folder.is_relative_to(text):
+        # Names that begin with a dot are left out of a text (course/data.py).
+        if not any(part.startswith(".") for part in folder.relative_to(text).parts):
+            raise ValueError(
+                f"it is inside data.path {source}, and what the run writes would be text to train "
+                "on: give an output outside it, or a name that begins with a dot"
+            )
+
+
 def refuse_another_run(config: Config):
     """ValueError, with the keys, where the last run has a checkpoint and cannot go on from it with
     this configuration: another model, other samples, another optimizer."""
-    folder = numbered(config.output, max(last_run(config.output), 1))
-    if latest(folder / "checkpoints") is None:
+    if (folder := last_saved(config.output)) is None:
         return
     try:
         before = load_config(folder / "config.yaml")
@@ -85,13 +153,12 @@ class Journal:
     """Written by the first rank: the log, and lines or a bar for people."""
 
     def __init__(self, folder: Path, config, first: int, bar: bool):
-        written = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-        replace_text(folder / "config.yaml", written)
+        replace_text(folder / "config.yaml", as_yaml(config.model_dump(mode="json")))
         path = folder / "log.jsonl"
-        kept = [line for line in read_lines(path) if json.loads(line)["step"] <= first]
+        kept = [json.dumps(entry) + "\n" for entry in read_log(path) if entry["step"] <= first]
         self.steps = config.steps
         # A run that goes on repeats the steps since its checkpoint.
-        replace_text(path, "".join(line + "\n" for line in kept))
+        replace_text(path, "".join(kept))
         self.file = path.open("a", encoding="utf-8")
         form = "{n}/{total} |{bar:8}| {remaining} left{postfix}"
         options = {"bar_format": form, "dynamic_ncols": True, "file": sys.stderr}
@@ -143,9 +210,15 @@ def replace_text(path: Path, text: str):
     os.replace(new, path)
 
 
-def read_lines(path: Path) -> list[str]:
-    """The whole lines of a log; a rank that was killed may have left half of one."""
+def read_log(path: Path) -> list[dict]:
+    """The entries of a log. What is no whole one is left out: a rank that was killed, or a disk
+    that was full, may have left half of a line."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [line for line in lines[:-1] if line]
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and {"step", "loss"} <= entry.keys():
+                found.append(entry)
+    return found

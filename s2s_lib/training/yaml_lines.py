@@ -23,8 +23,8 @@ from s2s_lib.training.yaml_text import ConfigError, compose, read_text, shown
 
 TAG = "tag:yaml.org,2002:"
 SCALARS = {TAG + kind for kind in "null bool int float str timestamp value merge".split()}
-WITHOUT_DOT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
-# What escapes can make and UTF-8 cannot hold.
+WITHOUT_DOT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
+# What escapes can make, and arguments in another encoding, and UTF-8 cannot hold.
 HALF = re.compile("[\ud800-\udfff]")
 # The keys need five.
 MOST_DEEP = 20
@@ -89,6 +89,8 @@ class Document:
         path = [part.strip() for part in name.split(".")]
         if not equals or not all(path):
             raise ConfigError(f"{where}: give KEY=VALUE, as in --set optimizer.lr=0.01")
+        if HALF.search(name):
+            raise ConfigError(f"{where}: half a character where a key belongs; write it in UTF-8")
         node = compose(value, lambda line: where)
         reader = Reader(lambda line: where, order)
         new = reader.read(node, tuple(path)) if node else None
@@ -123,6 +125,18 @@ def read_file(path) -> Document:
     reader = Reader(lambda line: f"{path}:{line}")
     # A file that is one tagged map has no values.
     return Document(reader.read(node, ()) or Map(), reader.problems)
+
+
+class Writer(yaml.SafeDumper):
+    """Puts text in quotes that `Reader` takes for a number, and YAML 1.1 does not."""
+
+
+Writer.add_implicit_resolver(TAG + "float", WITHOUT_DOT, [*"-+0123456789"])
+
+
+def as_yaml(values: dict) -> str:
+    """Plain values as a text that `read_file` reads as the same, in the same order."""
+    return yaml.dump(values, Dumper=Writer, sort_keys=False)
 
 
 class Reader:
