@@ -2,7 +2,18 @@
 
 import sys
 
-from benchmarks import collectives, links, mesh, pipeline, report, starts, steps, tensor, zero
+from benchmarks import (
+    collectives,
+    islands,
+    links,
+    mesh,
+    pipeline,
+    report,
+    starts,
+    steps,
+    tensor,
+    zero,
+)
 
 PARTS = {
     "starts": starts,
@@ -13,6 +24,7 @@ PARTS = {
     "pipeline": pipeline,
     "tensor": tensor,
     "mesh": mesh,
+    "islands": islands,
 }
 
 

@@ -12,11 +12,13 @@ def geometric_mean(values) -> float:
 
 def result(what: str, value: float, at_least: float | None = None, at_most: float | None = None):
     """Print and keep one number beside its bound."""
-    bound, good = "", True
+    bounds, verdict = [], ""
     if at_least is not None:
-        bound, good = f"at least {at_least:g}", value >= at_least
+        bounds.append(f"at least {at_least:g}")
+        verdict = "" if value >= at_least else "  BELOW"
     if at_most is not None:
-        bound, good = f"at most {at_most:g}", value <= at_most
-    verdict = "" if not bound else "  ok" if good else "  BELOW" if at_least else "  ABOVE"
-    lines.append(good)
-    print(f"{what:<68}{value:8.3f}  {bound}{verdict}", flush=True)
+        bounds.append(f"at most {at_most:g}")
+        verdict = verdict or ("" if value <= at_most else "  ABOVE")
+    lines.append(not verdict)
+    verdict = verdict or ("  ok" if bounds else "")
+    print(f"{what:<68}{value:8.3f}  {', '.join(bounds)}{verdict}", flush=True)

@@ -181,6 +181,8 @@ class Worker:
         from s2s_lib.ranks import messages
 
         fn, args = cloudpickle.loads(payload)
+        if self.settings["survive"]:
+            self.meet()
         try:
             value = fn(self.world, *args)
             messages.finish()
@@ -223,6 +225,12 @@ class Worker:
         time.sleep(MESSAGES_ARRIVE)
         if self.state == "running":
             self.hang_up()
+
+    def meet(self):
+        """A rank that is done hangs up: no sooner than all have connected."""
+        from s2s_lib.collectives.functions import barrier
+
+        barrier(self.world)
 
     def hang_up(self):
         from s2s_lib.ranks import connection

@@ -133,8 +133,9 @@ class DiLoCo:
         if self.islands.here:
             refuse_cut_over(named, self.group)
             refuse_averaged_over(named, self.group)
-            check_same(model, self.group)
-            check_options_same(options, self.group, "DiLoCo")
+            if isinstance(group, Group):
+                check_same(model, group)
+                check_options_same(options, group, "DiLoCo")
             self.begin_alike()
         self._sync_every = sync_every
         # Inner steps in this round, and rounds, which end with a sync of the last fragment.
@@ -168,12 +169,16 @@ class DiLoCo:
     @torch.no_grad()
     def begin_alike(self):
         """All take the first island's weights and buffers. In place: a ZeRO notices that."""
-        for row in self.rows:
-            row.outer = broadcast(row.outer, self.group)
-            row.hand_out()
         frozen = [p for p in self.model.parameters() if not p.requires_grad]
-        for tensor in [*frozen, *self.model.buffers()]:
-            tensor.copy_(broadcast(tensor.detach(), self.group))
+        tensors = [*frozen, *self.model.buffers(), *(row.outer for row in self.rows)]
+
+        def work(group):
+            return [broadcast(tensor.detach(), group) for tensor in tensors]
+
+        for tensor, value in zip(tensors, self.islands.together(work, False), strict=True):
+            tensor.copy_(value)
+        for row in self.rows:
+            row.hand_out()
 
     # Inner steps go by
 
