@@ -13,6 +13,7 @@ import torch
 from training_runs import write_config
 
 from s2s_lib import GPT, Batches, checkpoint, hold_out, launch, load_config, next_token_loss, text
+from s2s_lib.training.config import ConfigError
 from s2s_lib.training.train import make_optimizer, train
 
 LAYOUTS = {
@@ -161,3 +162,41 @@ def test_islands_that_did_not_all_save_the_last_step_go_on_from_the_one_before(c
     (folder / "island-1" / "step-000008" / "manifest.json").unlink()
     (folder / "island-1" / "step-000008").rename(folder / "island-1" / "step-000008.tmp")
     assert launch(train, config, True, ranks=2)[0].first == 6
+
+
+@pytest.mark.parametrize(
+    "diloco, words",
+    [
+        ({"islands": 0}, "diloco.islands: given 0; wanted a whole number from 1"),
+        ({"sync_every": 5}, "diloco.islands: missing"),
+        ({"islands": 2, "sync_every": 5, "fragments": 3}, "3 or 6 steps would do"),
+        ({"islands": 2, "sync_every": 5, "delay": 5}, "a delay of at most 4"),
+        ({"islands": 2, "mixing": 0.5}, "give a delay, or mixing=0"),
+        ({"islands": 2, "bits": 16}, "diloco.bits: given 16; wanted 4, 8, or null"),
+        ({"islands": 2, "error_feedback": True}, "give bits=8 or 4 too"),
+        ({"islands": 2, "gossip": True, "bits": 8}, "leave out delay=0 and bits=8"),
+        (
+            {"islands": 2, "outer_lr": 0},
+            "diloco.outer_lr: given 0; wanted a number above",
+        ),
+        ({"islands": 3}, "data_parallel_size 1 x diloco.islands 3"),
+        ({"islands": 2, "h": 5}, "diloco.h"),
+        (7, "diloco: given 7; wanted keys of its own"),
+    ],
+)
+def test_what_islands_cannot_be_is_told_with_its_line_and_key(tmp_path, diloco, words):
+    path = write_config(tmp_path, diloco=diloco)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert words in str(error.value)
+    assert f"{path}:" in str(error.value)
+
+
+def test_nothing_could_be_saved_where_something_is_always_under_way(tmp_path):
+    diloco = {"islands": 2, "sync_every": 6, "fragments": 3, "delay": 2}
+    path = write_config(tmp_path, diloco=diloco, checkpoint={"every": 3})
+    with pytest.raises(ConfigError, match="at most 1, or checkpoint.every: 0"):
+        load_config(path)
+    load_config(path, ["diloco.delay=1"])
+    load_config(path, ["checkpoint.every=0"])
+    assert load_config(path, ["diloco=null"]).ranks == 1
