@@ -20,7 +20,7 @@ def runs(tmp_path_factory):
     """Name of a file -> what its first rank logged of two steps."""
     folder, logs = tmp_path_factory.mktemp("runs"), {}
     for file in FILES:
-        config = load_config(file, ["steps=2", f"output={folder / file.stem}"])
+        config = load_config(file, ["steps=2", "log.every=1", f"output={folder / file.stem}"])
         if config.ranks > 8:
             # The article's 64 ranks have a test of their own kind: `s2s train` by hand.
             continue

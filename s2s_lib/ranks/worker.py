@@ -228,9 +228,11 @@ class Worker:
 
     def meet(self):
         """A rank that is done hangs up: no sooner than all have connected."""
-        from s2s_lib.collectives.functions import barrier
+        from s2s_lib.ranks import connection
 
-        barrier(self.world)
+        store, size = connection.current().store("connected"), self.settings["size"]
+        store.set(str(self.rank), "")
+        store.wait([str(rank) for rank in range(size)])
 
     def hang_up(self):
         from s2s_lib.ranks import connection
