@@ -203,11 +203,11 @@ def in_the_background(world, folder):
     checkpoint.save(folder / "waits", *made, {})
     write_shard, begun, stepped = disk.write_shard, [], threading.Event()
 
-    def slowly(file, tensors):
+    def slowly(*args):
         # Not before the weights are others.
-        begun.append(file)
+        begun.append(args)
         stepped.wait()
-        return write_shard(file, tensors)
+        return write_shard(*args)
 
     disk.write_shard = slowly
     saving = checkpoint.save(folder / "runs on", *made, {}, background=True)
@@ -245,12 +245,12 @@ def bytes_of(world, folder):
     }
     write_shard, seen = disk.write_shard, []
 
-    def measured(file, tensors):
+    def measured(file, tensors, said):
         given = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values()
         }
         tracemalloc.start()
-        size = write_shard(file, tensors)
+        size = write_shard(file, tensors, said)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         new = sum(count for pointer, count in given.items() if pointer not in held)
@@ -338,7 +338,7 @@ def test_weights_that_do_not_fit_are_refused_by_name_on_all_ranks(tmp_path):
         "more is unexpected",
         "blocks.3.attn.q.weight is [32, 16] there and [32, 32] here",
         "embed.weight and head.weight are one tensor here and differ there",
-        "norm.weight is 3, no tensor",
+        "norm.weight is a int, no plain tensor",
         "absent: rank 0: there is no such file",
         "it is no safetensors file",
     ]

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from s2s_lib import RankError, launch
 from s2s_lib.training import checkpoint, disk
+from s2s_lib.training.manifest import FORMAT
 from s2s_lib.training.pieces import index
 from s2s_lib.training.reader import Reader
 
@@ -64,12 +65,15 @@ sys.addaudithook(watch)
 def save_one(folder, step, keep=2):
     """What ranks do together, by one process: a checkpoint with its number in it."""
     path = folder / f"step-{step:06d}"
+    file, save = "rank-00000.safetensors", "one"
+    folder.mkdir(exist_ok=True)
     disk.begin(path)
-    disk.write_shard(disk.unfinished(path) / "rank-00000.safetensors", {"weight/w": torch.ones(3)})
+    tensors = {"weight/w": torch.ones(3)}
+    disk.write_shard(disk.unfinished(path) / file, tensors, disk.marks(file, step, save))
     what = {"shape": [3], "dtypes": {"weight": "float32"}, "cut": None, "numbers": {}}
-    told = [{"file": "rank-00000.safetensors", "pieces": [["w", what, [0, 0, 3]]]}]
-    manifest = dict.fromkeys(disk.KEYS) | {"format": disk.FORMAT, "step": step}
-    manifest["progress"] = {"step": step}
+    told = [{"file": file, "pieces": [["w", what, [0, 0, 3]]]}]
+    manifest = {"format": FORMAT, "step": step, "save": save, "progress": {"step": step}}
+    manifest |= {"layout": {}, "aliases": {}, "optimizer": {"class": "SGD", "groups": []}}
     disk.commit(path, manifest | {"tensors": index(told)}, keep)
 
 
@@ -77,7 +81,7 @@ def good(folder) -> int:
     """The step of the latest checkpoint, which can be read, as can all the others."""
     for _, path in disk.checkpoints(folder):
         assert torch.equal(
-            Reader(path, disk.read_manifest(path)).whole("weight", "w"), torch.ones(3)
+            Reader(path, checkpoint.read_manifest(path)).whole("weight", "w"), torch.ones(3)
         )
     return disk.read_progress(folder)["step"]
 
@@ -168,7 +172,7 @@ def test_a_rank_killed_in_a_save_leaves_one_to_go_on_from(tmp_path):
     assert [step for step, _ in told[0]] == [1, 1, 1, 1, 2]
     assert len({str(losses) for step, losses in told[0] if step == 1}) == 1
     for folder in folders:
-        assert len(list(folder.iterdir())) == 1
+        assert len(list(folder.glob("step-*"))) == 1
 
 
 def failing(world, folder):
@@ -183,12 +187,12 @@ def failing(world, folder):
         with pytest.raises(RuntimeError) as error:
             save().wait()
         said.append(str(error.value))
-        return sorted(path.name for path in folder.iterdir())
+        return sorted(path.name for path in folder.glob("step-*"))
 
     def save(**options):
         return checkpoint.save(folder, *made, {}, **options)
 
-    def no_room(file, tensors):
+    def no_room(file, *_):
         raise OSError(28, "No space left on device", str(file))
 
     real, limit = disk.write_shard, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -202,7 +206,7 @@ def failing(world, folder):
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     if world.rank == 1:
         # A folder that this rank does not share with the others.
-        disk.write_shard = lambda file, tensors: 10
+        disk.write_shard = lambda *_: 10
     left.append(refused(save))
     disk.write_shard = real
     left.append(refused(lambda: checkpoint.save(folder, *made, {"t": torch.ones(1)})))
@@ -258,18 +262,18 @@ def loading(world, cases):
         if kind == "one group":
             optimizer = torch.optim.AdamW(parallel.parameters())
         if change is not None:
-            real = disk.read_manifest
+            real = checkpoint.read_manifest
 
             def read_and_change(path, real=real, change=change):
                 found = real(path)
                 (path / change).unlink(missing_ok=True)
                 return found
 
-            disk.read_manifest = read_and_change
+            checkpoint.read_manifest = read_and_change
         with pytest.raises(ValueError) as error:
             checkpoint.load(folder, parallel, optimizer)
         if change is not None:
-            disk.read_manifest = real
+            checkpoint.read_manifest = real
         said.append(str(error.value))
     same = all(map(torch.equal, before, made[0].parameters()))
     return said, same and made[0].number == 1
@@ -299,7 +303,7 @@ def test_what_is_missing_broken_or_of_another_model_is_the_same_error_on_all_ran
     manifest = copy("list") / "manifest.json"
     manifest.write_text("[]")
     manifest = copy("newer") / "manifest.json"
-    manifest.write_text('{"format": 2}')
+    manifest.write_text('{"format": 3}')
     (copy("no manifest") / "manifest.json").unlink()
     (copy("no file") / first).unlink()
     copy("vanishes")
@@ -309,7 +313,7 @@ def test_what_is_missing_broken_or_of_another_model_is_the_same_error_on_all_ran
         (tmp_path / "no manifest", None, None, None, "no checkpoint in"),
         (tmp_path / "no json", None, None, None, "manifest.json is no manifest of a checkpoint"),
         (tmp_path / "list", None, None, None, "manifest.json is no manifest of a checkpoint"),
-        (tmp_path / "newer", None, None, None, "has format 2, this version reads format 1"),
+        (tmp_path / "newer", None, None, None, "has format 3, this version reads format 2"),
         (tmp_path / "no file", None, None, None, f"{first} is missing"),
         (tmp_path / "vanishes", second, None, None, f"{second} is missing"),
         (tmp_path / "header", None, None, None, f"{second} is broken: File does not contain"),

@@ -477,8 +477,9 @@ def test_a_config_of_ours_says_what_it_shows_and_multiplies_to_its_ranks(path):
     assert path.read_text().startswith("# ")
     config = load_config(path)
     sizes = config.data_parallel_size, config.pipeline_parallel_size, config.tensor_parallel_size
-    assert config.ranks == sizes[0] * sizes[1] * sizes[2]
-    batch = config.micro_batch_size * config.gradient_accumulation * config.data_parallel_size
+    assert config.ranks == config.islands * sizes[0] * sizes[1] * sizes[2]
+    replicas = config.islands * config.data_parallel_size
+    batch = config.micro_batch_size * config.gradient_accumulation * replicas
     assert config.global_batch == batch
     schedule = config.schedule()
     assert (len(schedule.ranks), schedule.stages) == (config.pipeline_parallel_size, config.stages)
@@ -614,6 +615,9 @@ def test_an_override_inside_an_alias_leaves_the_other_as_it_was(load):
         ("optimizr.lr=1", "--set optimizr.lr=1: optimizr: no such key; did you mean optimizer?"),
         ("seed.x=1", "--set seed.x=1: seed: has no keys inside, it is a whole number"),
         ("model=[", "--set model=[: this is no YAML"),
+        ("st\udce9ps=3", "--set st\\udce9ps=3: half a character where a key belongs"),
+        ("model.\udce9=3", "--set model.\\udce9=3: half a character where a key belongs"),
+        ("output=r\udce9", "--set output=r\\udce9: the character U+DCE9"),
         (
             "model={layers: 1, layers: 2}",
             "--set model={layers: 1, layers: 2}: model.layers: given t",
@@ -629,6 +633,14 @@ def test_an_override_inside_an_alias_leaves_the_other_as_it_was(load):
 def test_an_override_that_is_wrong_is_told_as_it_was_given(override, told, refused):
     lines = refused("steps: 5\nseed: 1\n", override)
     assert len(lines) == 1 and lines[0].startswith(told), lines
+
+
+def test_a_file_whose_name_is_in_another_encoding_needs_an_output(tmp_path):
+    path = tmp_path / "r\udce9.yaml"
+    path.write_text("steps: 5\n")
+    with pytest.raises(ConfigError, match="output: given the text .*; wanted the path of a folder"):
+        load_config(path)
+    assert load_config(path, ["output=x"]).steps == 5
 
 
 # What the strategies take.
