@@ -147,7 +147,7 @@ class Simulation:
 
     def flush(self):
         for part in sorted(self.underway):
-            self.arrive(part)
+            self.arrive(part, self.mixing)
         for part in sorted(self.moved):
             self.send(part, None)
             self.arrive(part)

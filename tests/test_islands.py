@@ -241,10 +241,10 @@ def test_leaving_costs_nothing_and_who_left_may_come_back():
 
 def test_who_asks_where_nobody_is_left_is_told():
     def work(world):
-        islands = Islands(world, late=[1])
+        islands = Islands(world, late=[1], wait=0.2)
         if world.rank == 1:
             with pytest.raises(RuntimeError, match="no island has let island 1 in"):
-                islands.join(wait=0.2)
+                islands.join()
         return islands.members
 
     assert launch(work, ranks=2, survive=True) == [[0], [0]]
@@ -406,7 +406,7 @@ def test_an_island_that_was_stopped_in_the_last_sync_is_told():
         training.step()
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-            with pytest.raises(LeftBehind, match="island 1, and went on without it: \\[0, 2\\]"):
+            with pytest.raises(LeftBehind, match="islands \\[0, 2\\] did not hear from island 1"):
                 training.end()
             return None
         end = training.end()
@@ -481,13 +481,14 @@ def test_one_with_another_model_or_other_options_is_refused_and_the_others_go_on
         if world.rank == 3:
             Training(world, late=[2, 3], outer_lr=0.5)
         training = Training(world, late=[2, 3])
+        connection.current().store("order").set("begun", "")
         training.rounds(3)
         return training.end(), training.islands.members
 
     # The first to come decides what is trained.
     def in_order(world):
         if world.rank > 1:
-            Islands(world).store.wait(["trains 0"])
+            connection.current().store("order").wait(["begun"])
         return work(world)
 
     zero, one, model, options = launch(in_order, ranks=4, survive=True)
@@ -495,6 +496,7 @@ def test_one_with_another_model_or_other_options_is_refused_and_the_others_go_on
     assert_equal(zero[0], one[0])
     assert "island 2 cannot take part" in model.summary
     assert "0.weight (13, 7) float64" in model.summary and "'weight (3, 7)" in model.summary
+    assert "the first that came has" in model.summary
     assert "outer_lr=0.7" in options.summary and "outer_lr=0.5" in options.summary
 
 

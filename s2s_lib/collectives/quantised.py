@@ -142,7 +142,7 @@ def check_numbers(tensor, op, bits):
         )
     if op not in ("sum", "avg"):
         raise ValueError(f"no quantised reduction {op!r}: choose sum or avg, or use all_reduce")
-    if bits not in tuple(LEVELS):
+    if type(bits) is not int or bits not in LEVELS:
         raise ValueError(f"no codes of {bits!r} bits: choose {' or '.join(map(str, LEVELS))}")
 
 

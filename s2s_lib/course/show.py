@@ -148,6 +148,19 @@ def row_mesh(
     )
 
 
+def row_diloco(parameters: int, islands: int, sync_every: int) -> Row:
+    """Each of W islands holds what one process does, and outer weights and their momentum, which
+    count as optimizer state. It sends what DDP does once in `sync_every` steps: here a step's part.
+    """
+    alone = row_ddp(parameters, islands)
+    return replace(
+        alone,
+        strategy=f"DiLoCo, {islands} islands, H = {sync_every}",
+        optimizer=alone.optimizer + 2 * alone.weights,
+        sent_per_step=alone.sent_per_step / sync_every,
+    )
+
+
 class Table:
     """A Markdown table that a notebook shows as the last line of a cell."""
 

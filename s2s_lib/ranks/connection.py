@@ -48,8 +48,9 @@ class Wire:
         # Each connected rank's place in the backend, and what it is connected by.
         self.places = range(size)
         self.sockets = set()
-        # Where the ranks met, or None under torchrun.
+        # Where the ranks met, or None under torchrun; how many `Islands` were made.
         self.file = None
+        self.islands = 0
         self.timeout = timeout
         self.patience = datetime.timedelta(seconds=timeout)
         self.cluster = cluster
@@ -78,10 +79,14 @@ class Wire:
         self.pending.difference_update(transfers)
 
     def store(self, name: str) -> dist.Store:
-        """A store of this name, which all ranks see, and which outlives each of them."""
-        if self.file is not None:
-            return dist.FileStore(f"{self.file}.{name}", -1)
-        return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        """A store of this name, which all ranks of a launch see, and which outlives each of them.
+        RuntimeError under torchrun, which has none that does."""
+        if self.file is None:
+            raise RuntimeError(
+                "under torchrun no rank outlives another: it ends all when one fails, and starts "
+                "them again; for islands that come and go use launch(..., survive=True)"
+            )
+        return dist.FileStore(f"{self.file}.{name}", -1)
 
     def admit(self, group):
         """ValueError unless the group's ranks exist and this process is where it says it is."""
@@ -160,6 +165,7 @@ def reconnect(store: dist.Store, ranks: list[int], patience: float):
     new.places = {rank: place for place, rank in enumerate(ranks)}
     new.sockets = hangup.connections() - before
     new.links, new.logs, new.file = old.links, old.logs, old.file
+    new.unheard, new.islands = old.unheard, old.islands
     _wire = new
 
 

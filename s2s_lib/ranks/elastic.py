@@ -9,8 +9,13 @@ from s2s_lib.ranks import connection, messages
 from s2s_lib.ranks.launch import check_cluster
 
 
-def run_in_world(fn, args, ranks, cluster, timeout, check) -> list:
+def run_in_world(fn, args, ranks, cluster, timeout, check, survive) -> list:
     """`launch` for a process started by torchrun: every process gets the values of all."""
+    if survive:
+        raise ValueError(
+            "survive=True under torchrun: it ends all its processes when one fails; leave it out, "
+            "and let torchrun start all again (--max-restarts)"
+        )
     size = int(os.environ["WORLD_SIZE"])
     if ranks not in (None, size):
         raise ValueError(

@@ -93,6 +93,8 @@ class Job:
         self.channels, self.streams = [], []
         self.answers, self.failures, self.deaths, self.wheres = {}, {}, {}, {}
         self.server_gone = False
+        # How much was heard of, in all.
+        self.told = 0
         # Whose output appears as it comes.
         self.live = 0
         try:
@@ -165,14 +167,34 @@ class Job:
             self.send(rank, message)
         deadline = None
         while not self.over(ranks):
-            if not self.survive or self.server_gone:
-                deadline = self.new_deadline(deadline)
-                if deadline and (time.monotonic() >= deadline or self.all_told(ranks)):
-                    raise failure_of(self)
+            if self.survive and not self.server_gone:
+                self.serve_survivors(ranks)
+                continue
+            deadline = self.new_deadline(deadline)
+            if deadline and (time.monotonic() >= deadline or self.all_told(ranks)):
+                raise failure_of(self)
             self.serve(deadline)
         if not self.answers:
             raise failure_of(self)
         return self.answers
+
+    def serve_survivors(self, ranks):
+        """Wait for something to happen. After a timeout's length without, a rank that does not even
+        say where it is counts as failed: it is stopped, and would keep the others' results."""
+        before = self.told
+        self.serve(time.monotonic() + self.timeout)
+        silent = set(ranks) - self.answers.keys() - self.failures.keys() - self.deaths.keys()
+        if self.told > before or not silent:
+            return
+        self.wheres = {}
+        for rank in silent:
+            self.send(rank, pickle.dumps(("where", None)))
+        until = time.monotonic() + GRACE["timeout"]
+        while time.monotonic() < until and silent - self.wheres.keys() - self.deaths.keys():
+            self.serve(until)
+        for rank in silent - self.wheres.keys() - self.deaths.keys() - self.answers.keys():
+            text = f"no answer after {self.timeout:g} s without a word: is it stopped?"
+            self.failures[rank] = {"kind": "lost", "chain": [("", [], text)], "wait": None}
 
     def over(self, ranks) -> bool:
         """Whether every rank has answered, or has failed and may."""
@@ -209,6 +231,7 @@ class Job:
         """Wait for something to happen, at most until `deadline`, and take it in."""
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         for key, _ in self.selector.select(left):
+            self.told += 1
             handler, *args = key.data if isinstance(key.data, tuple) else (key.data,)
             handler(key.fileobj, *args)
 

@@ -45,7 +45,7 @@ def launch(
     if under_torchrun():
         from s2s_lib.ranks.elastic import run_in_world
 
-        return run_in_world(fn, args, ranks, cluster, timeout, check)
+        return run_in_world(fn, args, ranks, cluster, timeout, check, survive)
     if not hasattr(os, "fork"):
         raise OSError(
             f"launch forks its ranks, and {sys.platform} cannot fork: on Windows run this inside "

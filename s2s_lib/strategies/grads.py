@@ -24,6 +24,8 @@ _cut_over = WeakIdKeyDictionary()
 _in_flats = WeakIdKeyDictionary()
 # Module -> the group whose ranks each have other layers of one model, and copies that do not count.
 _spread_over = WeakIdKeyDictionary()
+# Parameters that are in layers of several ranks.
+_shared = WeakIdKeyDictionary()
 
 
 def cut_over(parameter: torch.nn.Parameter, group: Group, flat: bool = False):
@@ -61,12 +63,20 @@ def refuse_cut_over(named, group: Group):
                 )
 
 
-def spread_over(module: torch.nn.Module, group: Group, copies: list[torch.nn.Parameter]):
+def spread_over(module: torch.nn.Module, group: Group, copies: list, shared: list):
     """Say that each rank of `group` holds other layers of one model, this one those of `module`.
 
-    `copies` are those of its parameters that another rank has too, and counts.
+    `shared` are those of its parameters that other ranks have too, `copies` those of them that
+    another rank counts.
     """
     _spread_over[module] = group, {id(parameter) for parameter in copies}
+    for parameter in shared:
+        _shared[parameter] = True
+
+
+def is_shared(parameter: torch.nn.Parameter) -> bool:
+    """Whether another rank has a copy of it in its own layers, which must stay the same."""
+    return parameter in _shared
 
 
 def clip_grad_norm_(model: torch.nn.Module, max_norm: float, norm_type: float = 2.0):

@@ -28,7 +28,7 @@ def check_same(module: nn.Module, group: Group):
     first, *others = [said.decode().splitlines() for said in exchange(mine, group)]
     for rank, theirs in enumerate(others, start=1):
         if theirs != first:
-            raise ValueError(difference(first, theirs, rank))
+            raise ValueError(_difference(first, theirs, rank))
 
 
 def described(module: nn.Module) -> str:
@@ -52,7 +52,7 @@ def exchange(mine: bytes, group) -> list[bytes]:
     return [part.numpy().tobytes() for part in parts]
 
 
-def difference(first: list[str], theirs: list[str], rank: int) -> str:
+def _difference(first: list[str], theirs: list[str], rank: int) -> str:
     """The first line in which a rank differs from rank 0, in words."""
     at = next(
         (i for i, pair in enumerate(zip(first, theirs, strict=False)) if pair[0] != pair[1]),

@@ -95,8 +95,9 @@ def check_ranks(config):
 
     asked = (
         f"data_parallel_size {config.data_parallel_size} x pipeline_parallel_size "
-        f"{config.pipeline_parallel_size} x tensor_parallel_size {config.tensor_parallel_size} = "
-        f"{config.ranks} ranks"
+        f"{config.pipeline_parallel_size} x tensor_parallel_size {config.tensor_parallel_size}"
+        + (f" x diloco.islands {config.islands}" if config.diloco else "")
+        + f" = {config.ranks} ranks"
     )
     if under_torchrun():
         there = int(os.environ["WORLD_SIZE"])

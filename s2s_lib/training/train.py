@@ -3,7 +3,8 @@
 One step is what it is in one process: batch, forward and backward, clip, step. Around it the first
 rank shows and logs what happened, and every so often all save. What a step does follows from the
 configuration and its number alone: its samples, its learning rate, what is dropped. So a run that
-goes on from a checkpoint does what it would have done, at any layout.
+goes on from a checkpoint does what it would have done, at any layout (as many islands, and not
+from their last step, after which all are made the same).
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import hashlib
 import itertools
 import math
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,12 +25,18 @@ from s2s_lib.meters.bill import bill
 from s2s_lib.meters.memory import KINDS, memory
 from s2s_lib.meters.timeline import Timeline, timeline
 from s2s_lib.ranks.group import Group
-from s2s_lib.strategies.diloco.diloco import DiLoCo
-from s2s_lib.strategies.diloco.state import KEYS
 from s2s_lib.strategies.grads import clip_grad_norm_
 from s2s_lib.training import checkpoint
 from s2s_lib.training.agree import told
 from s2s_lib.training.config import Config
+from s2s_lib.training.islands import (
+    counts_of,
+    forget_outer,
+    make_diloco,
+    of_island,
+    over_islands,
+    to_load,
+)
 from s2s_lib.training.lock import locked
 from s2s_lib.training.parallel import Parallel, parallelize
 from s2s_lib.training.plain import open_file
@@ -93,9 +101,9 @@ def go_through(world: Group, config: Config, folder: Path, resume: bool, bar: bo
     training, held_out = read_text(config)
     batches = batches_of(training, config, parallel.data, config.seed)
     start = Position(0, 0, 0, config.seed, config.gpt().seq, digest_of(world, training))
-    position, islands = begin(world, parallel, optimizer, checkpoints, config, resume, start)
+    position, diloco = begin(world, parallel, optimizer, checkpoints, config, resume, start)
     first, log, saving, of_last = position.step, [], None, None
-    spent, due = [], False
+    since, turn = Since(parallel), Turn(config, diloco)
     # Where no step is left nothing is written: the run stays what it was.
     writes = world.rank == 0 and first < config.steps
     journal = Journal(folder, config, first, bar) if writes else None
@@ -105,22 +113,19 @@ def go_through(world: Group, config: Config, folder: Path, resume: bool, bar: bo
         started = time.monotonic()
         with bill() as sent, maybe_timeline(last) as line:
             entry = one_step(parallel, optimizer, x, y, config)
-            if last and islands:
-                islands.flush()
-        spent.append(time.monotonic() - started)
+            if last and diloco:
+                diloco.flush()
+        since.add(time.monotonic() - started, sent)
         of_last = line
         if last or reached.step % config.log.every == 0:
-            # Of the steps themselves: not of reading, logging and saving.
-            entry["tokens_per_second"] = config.global_batch * x.shape[1] * len(spent) / sum(spent)
             entry["loss"] = over_islands(entry["loss"], parallel)
-            log.append(entry | counted(world, sent, parallel, optimizer, islands))
-            spent = []
+            entry["tokens_per_second"] = config.global_batch * x.shape[1] / since.seconds
+            log.append(entry | counted(world, since, parallel, optimizer, diloco))
+            since = Since(parallel)
             if journal:
                 journal.write(log[-1])
-        every = config.checkpoint.every
-        due = due or last or every and reached.step % every == 0
-        if due and (islands is None or islands.at_rest):
-            saving, due = save(checkpoints, parallel, optimizer, islands, reached), False
+        if last or turn.has_come(reached.step):
+            saving = save(checkpoints, parallel, optimizer, diloco, reached)
     if saving is not None:
         saving.wait()
     if journal:
@@ -135,28 +140,61 @@ def first_says(world, ask):
     ]
 
 
-def save(checkpoints, parallel, optimizer, islands, reached: Position):
+class Since:
+    """What the steps since the last line of the log have taken, on average: seconds, and bytes sent
+    by this rank, by class of link and by axis. Not what reading, logging and saving took."""
+
+    def __init__(self, parallel):
+        self.parallel = parallel
+        self.steps, self.total, self.sent = 0, 0.0, Counter()
+
+    def add(self, seconds, sent):
+        self.steps += 1
+        self.total += seconds
+        self.sent.update({("link", link): n for link, n in sent.by("link").items()})
+        along = along_axes(sent, self.parallel)
+        self.sent.update({("axis", axis): n for axis, n in along.items()})
+
+    @property
+    def seconds(self) -> float:
+        return self.total / self.steps
+
+    def by(self, key, names) -> list[float]:
+        return [self.sent[key, name] / self.steps for name in names]
+
+
+class Turn:
+    """When to save: every so many steps; with islands at the first rest after that, and once a
+    round at most, so that none is more than one checkpoint ahead of the others."""
+
+    def __init__(self, config, diloco):
+        self.every, self.diloco = config.checkpoint.every, diloco
+        self.due, self.saved = False, None
+
+    def has_come(self, step) -> bool:
+        self.due = self.due or self.every > 0 and step % self.every == 0
+        if not self.due:
+            return False
+        if self.diloco:
+            if not self.diloco.at_rest or self.saved == self.diloco.rounds:
+                return False
+            self.saved = self.diloco.rounds
+        self.due = False
+        return True
+
+
+def save(checkpoints, parallel, optimizer, diloco, reached: Position):
     """Each island for itself, since each has moments of its own."""
     how = parallel.config.checkpoint
     options = {"keep": how.keep, "background": how.background}
-    if islands is None:
+    if diloco is None:
         return checkpoint.save(checkpoints, parallel, optimizer, reached._asdict(), **options)
-    folder = of_island(checkpoints, islands.group.rank)
-    progress = reached._replace(rounds=islands.counts)._asdict()
-    with islands.in_state():
+    folder = of_island(checkpoints, diloco.group.rank)
+    progress = reached._replace(rounds=diloco.counts)._asdict()
+    # The others may not have got so far.
+    options["keep"] = max(2, how.keep)
+    with diloco.in_state():
         return checkpoint.save(folder, parallel, optimizer, progress, **options)
-
-
-def of_island(checkpoints: Path, number: int) -> Path:
-    """Where an island has its checkpoints; those of the first are a run's own."""
-    return checkpoints / f"island-{number}" if number else checkpoints
-
-
-def over_islands(number: float, parallel) -> float:
-    if parallel.config.diloco is None:
-        return number
-    mine = torch.tensor(number, dtype=torch.float64)
-    return all_reduce(mine, parallel.mesh["island"], "avg").item()
 
 
 def maybe_timeline(wanted):
@@ -204,63 +242,21 @@ def begin(world, parallel, optimizer, checkpoints, config, resume, start):
         if config.checkpoint.start_from:
             checkpoint.start_from(parallel, config.checkpoint.start_from)
         return start, make_diloco(parallel, optimizer)
-    islands = make_diloco(parallel, optimizer)
-    path = found[islands.group.rank if islands else 0]
+    diloco = make_diloco(parallel, optimizer)
+    path = found[diloco.group.rank if diloco else 0]
     ours = [dict(group) for group in optimizer.param_groups]
-    with islands.in_state() if islands else contextlib.nullcontext():
+    with diloco.in_state() if diloco else contextlib.nullcontext():
         position = position_of(checkpoint.load(path, parallel, optimizer), checkpoints)
     refuse_others(start, position, checkpoints.parent)
     # Settings are those of the configuration, as the learning rate's are.
     for group, own in zip(optimizer.param_groups, ours, strict=True):
         group.update(own)
-    if islands:
-        islands.counts = counts_of(position, islands)
+    if diloco:
+        diloco.counts = counts_of(position.rounds, diloco)
     else:
         forget_outer(optimizer)
     parallel.number = position.step
-    return position, islands
-
-
-def to_load(checkpoints: Path, islands: int) -> list[str] | None:
-    """For each island of this run a checkpoint of one of those that saved: the last that all of
-    them have, and if there is none, the first island's last."""
-    last = checkpoint.latest(checkpoints)
-    if last is None:
-        return None
-    folders = [checkpoints, *sorted(checkpoints.glob("island-*"), key=number_of)]
-    names = {folder: {path.name for path in folder.glob("step-*")} for folder in folders}
-    of_first = [path.name for _, path in reversed(checkpoint.checkpoints(checkpoints))]
-    for name in of_first:
-        if all(name in names[folder] for folder in folders):
-            return [str(folders[n % len(folders)] / name) for n in range(islands)]
-    return [str(last)] * islands
-
-
-def number_of(folder: Path) -> int:
-    return int(folder.name.rpartition("-")[2])
-
-
-def make_diloco(parallel: Parallel, optimizer) -> DiLoCo | None:
-    keys = parallel.config.diloco
-    if keys is None:
-        return None
-    options = keys.model_dump(exclude={"islands"})
-    group = parallel.mesh["island"]
-    return DiLoCo(parallel, optimizer, group, **options, seed=parallel.config.seed)
-
-
-def counts_of(position: Position, islands: DiLoCo) -> list[int]:
-    """Where the islands are in their round; at its beginning if they were none, or had another."""
-    saved = position.rounds or []
-    fits = len(saved) == len(islands.counts) and saved[1] < islands.sync_every
-    return saved if fits else [0] * len(islands.counts)
-
-
-def forget_outer(optimizer):
-    """What was an island's goes on as a whole run."""
-    for state in optimizer.state.values():
-        for key in KEYS:
-            state.pop(key, None)
+    return position, diloco
 
 
 def position_of(progress: dict, checkpoints: Path) -> Position:
@@ -363,13 +359,13 @@ def rate_of(config: Config, step: int) -> float:
     return 1 - (1 - schedule.final) * down
 
 
-def counted(world: Group, sent, parallel, optimizer, islands) -> dict:
-    """Bytes sent in the step by all ranks, by class of link and by axis, with those of a save in
-    the background meanwhile; the most that a rank holds, by kind and in all. Two all_reduces of
-    some numbers."""
-    by_link, along = sent.by("link"), along_axes(sent, parallel)
-    counts = [*(by_link.get(link, 0) for link in LINKS), *along.values()]
-    with memory(parallel, optimizer, *([islands] if islands else [])) as held:
+def counted(world: Group, since: Since, parallel, optimizer, diloco) -> dict:
+    """Bytes sent a step by all ranks since the last line, by class of link and by axis, with those
+    of a save in the background meanwhile; the most that a rank holds, by kind and in all. Two
+    all_reduces of some numbers."""
+    axes = [*axes_of(parallel), "other"]
+    counts = [*since.by("link", LINKS), *since.by("axis", axes)]
+    with memory(parallel, optimizer, *([diloco] if diloco else [])) as held:
         pass
     kinds = [held.live[kind] for kind in KINDS]
     counts = whole_numbers(all_reduce(torch.tensor(counts, dtype=torch.float64), world))
@@ -377,16 +373,21 @@ def counted(world: Group, sent, parallel, optimizer, islands) -> dict:
     *kinds, total = whole_numbers(all_reduce(most, world, "max"))
     return {
         "sent": {link: n for link, n in zip(LINKS, counts, strict=False) if n},
-        "sent_along": {axis: n for axis, n in zip(along, counts[len(LINKS) :], strict=True) if n},
+        "sent_along": {axis: n for axis, n in zip(axes, counts[len(LINKS) :], strict=True) if n},
         "held": {kind: n for kind, n in zip(KINDS, kinds, strict=True) if n},
         "held_total": total,
     }
 
 
+def axes_of(parallel) -> dict[str, Group]:
+    """The groups along the axes of the mesh; "dp" is over replicas and shards alike."""
+    return {axis: parallel.mesh[axis] for axis in parallel.mesh.axes} | {"dp": parallel.dp}
+
+
 def along_axes(sent, parallel) -> dict[str, int]:
     """This rank's bytes by the axis along which they went: those of the mesh, "dp" for what goes
     over replicas and shards alike, "other" for what goes to all, as the words of a save."""
-    axes = {axis: parallel.mesh[axis] for axis in parallel.mesh.axes} | {"dp": parallel.dp}
+    axes = axes_of(parallel)
     found = dict.fromkeys([*axes, "other"], 0)
     for ranks, nbytes in sent.by("group").items():
         # Two stages that share a tied weight are some of the ranks along pp.

@@ -16,6 +16,7 @@ from s2s_lib.course.check.lesson03 import hybrid_all_reduce, hybrid_of_eight, lo
 from s2s_lib.course.check.lesson04 import bubble_of_eight, one_f_one_b, three_in_flight
 from s2s_lib.course.check.lesson05 import cut_fused, cut_gpt, cut_loss
 from s2s_lib.course.check.lesson06 import join_pieces, mesh_places, norm_of_mesh
+from s2s_lib.course.check.lesson07 import error_feedback, line_of_islands, mended_diloco
 
 __all__ = [
     "Wrong",
@@ -28,10 +29,13 @@ __all__ = [
     "cut_gpt",
     "cut_loss",
     "ddp_of_eight",
+    "error_feedback",
     "hybrid_all_reduce",
     "hybrid_of_eight",
     "join_pieces",
+    "line_of_islands",
     "local_sgd",
+    "mended_diloco",
     "mesh_places",
     "norm_of_mesh",
     "one_f_one_b",

@@ -1,6 +1,7 @@
 """What DiLoCo refuses, each with the numbers and the way out."""
 
 import warnings
+import weakref
 from numbers import Real
 
 import torch
@@ -9,6 +10,9 @@ from torch import nn
 from s2s_lib.ranks.group import Group, check_group
 from s2s_lib.ranks.islands import Islands
 
+# Optimizers whose steps a DiLoCo watches.
+_watched = weakref.WeakSet()
+BITS = ((int, 8), (int, 4))
 MOMENTS = ("keep", "average", "reset")
 
 
@@ -43,7 +47,9 @@ def check_numbers(options: dict):
     share("outer_momentum", options["outer_momentum"])
     rate = options["outer_lr"]
     if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate < float("inf"):
-        raise ValueError(f"outer_lr={rate!r}: give a number above 0; 1 makes the mean the start")
+        raise ValueError(
+            f"outer_lr={rate!r}: give a number above 0; 1 starts the next round from the mean"
+        )
     for key in ("nesterov", "error_feedback", "gossip"):
         if not isinstance(options[key], bool):
             raise ValueError(f"{key}={options[key]!r}: give True or False")
@@ -52,7 +58,7 @@ def check_numbers(options: dict):
             f"mixing={options['mixing']} keeps a share of the steps taken while weights travel, "
             "and with delay=0 there are none: give a delay, or mixing=0"
         )
-    if options["bits"] not in (None, 8, 4):
+    if options["bits"] is not None and (type(options["bits"]), options["bits"]) not in BITS:
         raise ValueError(f"bits={options['bits']!r}: give 8, 4, or None to send full numbers")
     if options["error_feedback"] and options["bits"] is None:
         raise ValueError("error_feedback=True sends what rounding left out: give bits=8 or 4 too")
@@ -92,6 +98,13 @@ def sync_interval(sync_every, fragments: int, delay: int):
         )
 
 
+def refuse_complex(named, bits: int | None):
+    """ValueError for complex parameters that would travel as whole numbers."""
+    for name, parameter in named:
+        if bits is not None and parameter.is_complex():
+            raise ValueError(f"{name} is complex, and bits={bits} are for real numbers: bits=None")
+
+
 def check_optimizer(model: nn.Module, optimizer) -> list[tuple[str, nn.Parameter]]:
     """The model's trainable parameters with their names; errors unless the optimizer steps them,
     and nothing else."""
@@ -114,3 +127,14 @@ def check_optimizer(model: nn.Module, optimizer) -> list[tuple[str, nn.Parameter
             "with model.parameters(), or freeze that parameter"
         )
     return named
+
+
+def claim_optimizer(optimizer):
+    """RuntimeError where a DiLoCo watches it already: both would take outer steps."""
+    if optimizer in _watched:
+        raise RuntimeError("this optimizer has a DiLoCo already: close() that one first")
+    _watched.add(optimizer)
+
+
+def release(optimizer):
+    _watched.discard(optimizer)

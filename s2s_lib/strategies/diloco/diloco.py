@@ -31,10 +31,17 @@ from s2s_lib.collectives.functions import all_reduce, broadcast
 from s2s_lib.collectives.quantised import quantised_all_reduce
 from s2s_lib.ranks.group import Group
 from s2s_lib.ranks.islands import Islands, LeftBehind
-from s2s_lib.strategies.diloco.checks import check_optimizer, check_options, sync_interval
+from s2s_lib.strategies.diloco.beside import Buffers, check_moments, moments_of
+from s2s_lib.strategies.diloco.checks import (
+    check_optimizer,
+    check_options,
+    claim_optimizer,
+    refuse_complex,
+    release,
+    sync_interval,
+)
 from s2s_lib.strategies.diloco.fragment import Fragment, OuterStep, Underway, cut
-from s2s_lib.strategies.diloco.gossip import pair_of
-from s2s_lib.strategies.diloco.moments import check_moments, moments_of
+from s2s_lib.strategies.diloco.gossip import meet
 from s2s_lib.strategies.diloco.newcomers import let_in, refuse_others
 from s2s_lib.strategies.diloco.state import kept_in
 from s2s_lib.strategies.grads import refuse_cut_over
@@ -42,7 +49,8 @@ from s2s_lib.strategies.replicas import check_options_same, check_same, refuse_a
 
 # On which background thread: gradients and weights travel on others.
 BETWEEN_ISLANDS = 4
-# Each rank sends the same, 2(W-1)/W, and a message crosses twice: latency is what is long here.
+# Each rank sends the same, 2(W-1)/W of the bytes, and the link is crossed twice, however many
+# islands there are: between islands latency counts most.
 ALGORITHM = "direct"
 
 
@@ -52,7 +60,7 @@ class Fixed:
     here, joined = True, ()
 
     def __init__(self, group: Group):
-        self.group = group
+        self.group, self.number = group, group.rank
 
     def together(self, work, admit=True):
         return work(self.group)
@@ -72,6 +80,9 @@ class DiLoCo:
     that they built the same, and take the weights and buffers of the first island; a latecomer
     waits for the next sync, and takes what the others have then, the momentum too.
 
+    RuntimeError where the optimizer has a DiLoCo already: `close()` that one first.
+    FloatingPointError on all, and nothing is changed, where an island has diverged.
+
     What is synced: each parameter that requires a gradient, used or not, by an outer step
     (`outer_lr`, `outer_momentum`, `nesterov`, as in torch.optim.SGD); buffers of floating numbers
     become their mean; frozen parameters and other buffers are not touched. The inner optimizer's
@@ -85,14 +96,17 @@ class DiLoCo:
     `bits` 8 or 4: pseudo-gradients travel as whole numbers (quantised_all_reduce), with
     `error_feedback` such that what rounding has left out is sent the next time.
     `gossip`: each island takes an outer step by itself and then the mean of its outer weights and
-    those of one other island, drawn anew each time from `seed`: the islands are never all the same
-    until `flush()`.
+    those of one other island, drawn from `seed` anew in each round: the islands are never all the
+    same until `flush()`, and each keeps a momentum of its own.
 
     Sent by each rank in `sync_every` steps: 2(W-1)/W of the bytes of its parameters, in at least
     float32, where W does not divide them some ranks an element more; three times as much with
     averaged moments of Adam; with `bits` a quarter or an eighth, and scales; with `gossip` the
-    bytes once. In `flush()` as much again, if there were steps since.
-    Held: two copies of this rank's parameters, a third with `error_feedback`.
+    bytes once. In `flush()` as much again, if there were steps since. Floating buffers add
+    2(W-1)/W of theirs once a round.
+    Held: two copies of this rank's parameters, a third with `error_feedback`, and one of buffers;
+    while a fragment is under way its pseudo-gradients and averages, and in the outer step about
+    four more of that fragment.
     """
 
     def __init__(
@@ -122,6 +136,7 @@ class DiLoCo:
         }  # fmt: skip
         check_options(model, group, options)
         named = check_optimizer(model, inner_optimizer)
+        refuse_complex(named, bits)
         self.islands = group if isinstance(group, Islands) else Fixed(group)
         self.model, self.optimizer = model, inner_optimizer
         self.how = OuterStep(outer_lr, outer_momentum, nesterov)
@@ -129,8 +144,11 @@ class DiLoCo:
         self.gossip, self.seed = gossip, seed
         if isinstance(group, Islands):
             refuse_others(model, options, group)
+        self.names = [name for name, _ in named]
         self.fragments = [Fragment(part, error_feedback) for part in cut(named, fragments)]
-        if self.islands.here:
+        self.buffers = Buffers(model)
+        newcomer = not self.islands.here or self.islands.number in self.islands.joined
+        if not newcomer:
             refuse_cut_over(named, self.group)
             refuse_averaged_over(named, self.group)
             if isinstance(group, Group):
@@ -142,8 +160,9 @@ class DiLoCo:
         self.steps = self.rounds = 0
         # Whether islands have met in pairs since all were the same.
         self.apart = False
+        claim_optimizer(inner_optimizer)
         self.hook = inner_optimizer.register_step_post_hook(self.after_step)
-        if not self.islands.here:
+        if newcomer:
             self.come_in()
 
     @property
@@ -157,7 +176,7 @@ class DiLoCo:
 
     @sync_every.setter
     def sync_every(self, steps: int):
-        """For a change between two rounds: RuntimeError within one."""
+        """For a change between two rounds, on all islands alike: RuntimeError within one."""
         sync_interval(steps, len(self.fragments), self.delay)
         if self.steps:
             raise RuntimeError(
@@ -179,35 +198,54 @@ class DiLoCo:
             tensor.copy_(value)
         for row in self.rows:
             row.hand_out()
+        self.buffers = Buffers(self.model)
 
     # Inner steps go by
 
     def after_step(self, *_):
         """After each step of the inner optimizer: sync what is due."""
+        self.check_trainable()
         step = self.steps + 1
         self.steps = step % self.sync_every
         for fragment in self.fragments:
             fragment.since += 1
         try:
-            try:
-                self.sync_due(step)
-            finally:
-                self.rounds += step == self.sync_every
+            self.sync_due(step)
             let_in(self, self.islands)
         except LeftBehind:
             self.come_in()
 
+    def check_trainable(self):
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        if names != self.names:
+            other = next(iter(set(names) ^ set(self.names)))
+            raise RuntimeError(
+                f"{other} was frozen, or not, when DiLoCo was built, and that has changed: close() "
+                "it, and build another"
+            )
+
     def sync_due(self, step):
+        ends = step == self.sync_every
+        try:
+            self.sync_fragments(step)
+        finally:
+            self.rounds += ends
+
+    def sync_fragments(self, step):
         for number, fragment in enumerate(self.fragments):
             if step == self.due(number):
                 self.begin(fragment)
-            if fragment.underway and fragment.since == self.delay:
+            if fragment.underway and fragment.since >= self.delay:
                 self.finish(fragment, self.mixing)
 
     def come_in(self):
         """Take part from now on, with what the other islands have."""
-        self.islands.join()
-        let_in(self, self.islands)
+        while True:
+            if not self.islands.here:
+                self.islands.join()
+            with contextlib.suppress(LeftBehind):
+                let_in(self, self.islands)
+                return
 
     def due(self, number) -> int:
         """After which step of a round a fragment is to be synced: the last after all of them."""
@@ -220,7 +258,7 @@ class DiLoCo:
         """
         for fragment in self.fragments:
             if fragment.underway:
-                self.finish(fragment, admit=False)
+                self.finish(fragment, self.mixing, admit=False)
         for fragment in self.fragments:
             if fragment.since:
                 self.begin(fragment)
@@ -232,7 +270,7 @@ class DiLoCo:
     # A sync, in two halves, between which inner steps may go by
 
     def begin(self, fragment: Fragment):
-        """How far this island has come, and off with it."""
+        """Send this island's pseudo-gradients."""
         mine = [row.pseudo_gradient() for row in fragment.rows]
         task = None
         if self.delay:
@@ -256,69 +294,65 @@ class DiLoCo:
     def finish(self, fragment: Fragment, mixing: float = 0.0, admit: bool = True):
         """When the average is there: the outer step, and what follows for the live weights.
 
-        Where anything fails nothing has changed, and the next sync sends it all.
+        Where it fails on all islands nothing has changed, and the next sync sends it all.
         """
         underway, fragment.underway = fragment.underway, None
-        rows, beside = fragment.rows, self.beside(fragment)
-
-        def work(group):
-            mine, _, task = underway
-            averages = task.wait() if task else self.average(rows, mine, group)
-            if self.moments == "average":
-                check_moments(moments_of(self.optimizer, fragment), group)
-            both = zip(rows, averages, strict=True)
-            stepped = [row.step(average, self.how) for row, (average, _) in both]
-            if self.gossip:
-                stepped = self.meet(stepped, group)
-            others = [all_reduce(tensor, group, "avg", ALGORITHM) for tensor in beside]
-            return stepped, [residual for _, residual in averages], others
-
         try:
-            stepped, residuals, others = self.islands.together(work, admit)
+            outcome = self.islands.together(lambda g: self.agreed(fragment, underway, g), admit)
         except BaseException:
             fragment.since += underway.steps
             raise
-        for row, (outer, momentum), residual in zip(rows, stepped, residuals, strict=True):
+        stepped, residuals, moments, moved = outcome
+        for row, (outer, momentum), residual in zip(fragment.rows, stepped, residuals, strict=True):
             row.outer, row.momentum, row.residual = outer, momentum, residual
             row.hand_out(mixing)
         self.apart = self.gossip
-        if not mixing:
-            # The live weights are the outer ones: there is nothing to tell.
-            fragment.since = 0
-        for tensor, average in zip(beside, others, strict=True):
-            tensor.copy_(average)
+        # Unless they kept a share of their own, the live weights are the outer ones, with nothing
+        # to tell.
+        fragment.since = max(1, fragment.since) if mixing else 0
+        for name, tensor in self.moments_of(fragment).items():
+            tensor.copy_(moments[name])
+        if fragment is self.fragments[-1]:
+            self.buffers.hand_out(moved)
         if self.moments == "reset":
             for parameter in fragment.parameters:
                 self.optimizer.state.pop(parameter, None)
 
-    def meet(self, stepped, group):
-        """The outer weights of this island and of the one it meets in this round, averaged."""
-        pair = pair_of(group, self.seed, self.rounds)
-        if pair is None:
-            return stepped
-        return [
-            (all_reduce(outer, pair, "avg", ALGORITHM), momentum) for outer, momentum in stepped
-        ]
+    def agreed(self, fragment, underway, group):
+        """What is to become of a fragment, and of what is averaged beside it; changes nothing."""
+        mine, _, task = underway
+        averages = task.wait() if task else self.average(fragment.rows, mine, group)
+        if not all(average.isfinite().all() for average, _ in averages):
+            raise FloatingPointError(
+                f"the pseudo-gradient of an island is not finite after its {underway.steps} steps: "
+                "nothing was changed; go on from a checkpoint, with a smaller learning rate"
+            )
+        both = zip(fragment.rows, averages, strict=True)
+        stepped = [row.step(average, self.how) for row, (average, _) in both]
+        if self.gossip:
+            outers, momenta = zip(*stepped, strict=True) if stepped else ((), ())
+            stepped = list(zip(meet(outers, group, self.seed, self.rounds), momenta, strict=True))
+        moments = self.moments_of(fragment)
+        if self.moments == "average":
+            check_moments(moments, group)
+        moments = {name: all_reduce(m, group, "avg", ALGORITHM) for name, m in moments.items()}
+        moved = self.buffers.moved() if fragment is self.fragments[-1] else []
+        moved = [all_reduce(far, group, "avg", ALGORITHM) for far in moved]
+        return stepped, [residual for _, residual in averages], moments, moved
+
+    def moments_of(self, fragment) -> dict:
+        return moments_of(self.optimizer, fragment) if self.moments == "average" else {}
 
     def meet_all(self):
         """After rounds of gossip: the mean over all islands."""
-
-        def work(group):
-            return [all_reduce(row.outer, group, "avg", ALGORITHM) for row in self.rows]
-
-        for row, row.outer in zip(self.rows, self.islands.together(work, False), strict=True):
+        rows = self.rows
+        means = self.islands.together(
+            lambda g: [all_reduce(row.outer, g, "avg", ALGORITHM) for row in rows], admit=False
+        )
+        for row, mean in zip(rows, means, strict=True):
+            row.outer = mean
             row.hand_out()
         self.apart = False
-
-    def beside(self, fragment) -> list[torch.Tensor]:
-        """What is averaged with a fragment beside its weights: moments, if wanted, and with the
-        last fragment buffers."""
-        found = []
-        if self.moments == "average":
-            found += moments_of(self.optimizer, fragment).values()
-        if fragment is self.fragments[-1]:
-            found += [b for b in self.model.buffers() if b.is_floating_point() or b.is_complex()]
-        return found
 
     @property
     def rows(self):
@@ -333,13 +367,15 @@ class DiLoCo:
 
     @property
     def counts(self) -> list[int]:
-        """Rounds, inner steps in this one, and inner steps since each fragment was last synced:
-        with what is in the optimizer's state, all that going on needs."""
-        return [self.rounds, self.steps, *(fragment.since for fragment in self.fragments)]
+        """Rounds, inner steps in this one, whether islands are apart, and inner steps since each
+        fragment was last synced: with what is in the optimizer's state, all that going on needs."""
+        since = (fragment.since for fragment in self.fragments)
+        return [self.rounds, self.steps, int(self.apart), *since]
 
     @counts.setter
     def counts(self, counts):
-        self.rounds, self.steps, *since = counts
+        self.rounds, self.steps, apart, *since = counts
+        self.apart = bool(apart)
         for fragment, steps in zip(self.fragments, since, strict=True):
             fragment.since = steps
 
@@ -354,7 +390,8 @@ class DiLoCo:
         parameter: "outer" and "outer_momentum", and with feedback "outer_residual", of its shape.
         To be saved with it, or loaded; loaded without, the outer weights are the live ones.
 
-        Save `counts` too. RuntimeError unless `at_rest`.
+        Save `counts` too. RuntimeError unless `at_rest`. (`load_state_dict` of torch's optimizers
+        rounds what it loads to the parameter's dtype: with 16-bit parameters the outer weights.)
         """
         if not self.at_rest:
             raise RuntimeError("a fragment is under way: save when the DiLoCo is at_rest")
@@ -369,4 +406,9 @@ class DiLoCo:
             if kind is None:
                 self.flush()
         finally:
-            self.hook.remove()
+            self.close()
+
+    def close(self):
+        """Let go of the optimizer; nothing is synced."""
+        self.hook.remove()
+        release(self.optimizer)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from s2s_lib.collectives.background import Background
-from s2s_lib.strategies.grads import is_cut
+from s2s_lib.strategies.grads import is_cut, is_shared
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class Row:
         return torch.cat([p.detach().reshape(-1).to(self.dtype) for p in self.parameters])
 
     def pseudo_gradient(self) -> torch.Tensor:
-        return self.outer - self.live()
+        """How far this island has come, from what it was given: 16-bit weights were given what
+        rounding left of the outer ones."""
+        given = self.outer.to(self.parameters[0].dtype).to(self.dtype)
+        return given - self.live()
 
     def step(self, gradient: torch.Tensor, how: OuterStep) -> tuple[torch.Tensor, torch.Tensor]:
         """The outer weights and the momentum after a step against a pseudo-gradient."""
@@ -82,8 +85,9 @@ class Underway(NamedTuple):
 
 
 class Fragment:
-    """Parameters that are synced together: a row for each dtype, and inside an island another for
-    those that its ranks have cut. So what they all have whole is rounded alike on all of them.
+    """Parameters that are synced together: a row for each dtype, and where an island has several
+    ranks others for what they have cut, and for each weight that two stages share. So what several
+    of its ranks have is rounded alike on all of them.
 
     `since` counts the inner steps since this island last said how far it has come; `underway` is
     what it said then, until the islands' average is there.
@@ -92,7 +96,9 @@ class Fragment:
     def __init__(self, named, feedback=False):
         alike = {}
         for name, parameter in named:
-            alike.setdefault((parameter.dtype, is_cut(parameter)), []).append((name, parameter))
+            apart = name if is_shared(parameter) else None
+            key = parameter.dtype, is_cut(parameter), apart
+            alike.setdefault(key, []).append((name, parameter))
         self.rows = [Row(same, feedback) for same in alike.values()]
         self.since, self.underway = 0, None
 
@@ -108,6 +114,10 @@ class Fragment:
 def cut(named: list, count: int) -> list[list]:
     """Parameters with their names in `count` runs of about as many parameters each.
 
-    By number and not by size, of which the ranks of an island may have different shares.
+    By number and not by size, of which the ranks of an island may have different shares. What two
+    stages share is in the last run, so that it is synced at the same time in both.
     """
-    return [named[len(named) * i // count : len(named) * (i + 1) // count] for i in range(count)]
+    own = [(name, p) for name, p in named if not is_shared(p)]
+    runs = [own[len(own) * i // count : len(own) * (i + 1) // count] for i in range(count)]
+    runs[-1] += [(name, p) for name, p in named if is_shared(p)]
+    return runs

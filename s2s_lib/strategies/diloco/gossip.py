@@ -7,6 +7,7 @@ all ways to draw pairs (W even): a third for four. (Boyd et al., "Randomized gos
 
 import random
 
+from s2s_lib.collectives.functions import all_reduce
 from s2s_lib.ranks.group import Group
 
 
@@ -26,3 +27,9 @@ def pair_of(group: Group, seed: int, number: int) -> Group | None:
         if group.rank in pair:
             return group.subgroup(pair)
     return None
+
+
+def meet(outers: list, group: Group, seed: int, number: int) -> list:
+    """The outer weights of this rank and of the one that it meets, averaged: each sends its own."""
+    pair = pair_of(group, seed, number)
+    return outers if pair is None else [all_reduce(o, pair, "avg", "direct") for o in outers]

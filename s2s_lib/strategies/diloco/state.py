@@ -30,8 +30,8 @@ def take_back(optimizer, row):
     row.outer = whole(optimizer, row, OUTER, row.outer, otherwise=row.live)
     zeros = functools.partial(torch.zeros_like, row.outer)
     row.momentum = whole(optimizer, row, MOMENTUM, row.momentum, zeros)
-    if row.residual is not None:
-        row.residual = whole(optimizer, row, RESIDUAL, row.residual, zeros)
+    residual = whole(optimizer, row, RESIDUAL, row.residual, zeros)
+    row.residual = None if row.residual is None else residual
 
 
 def whole(optimizer, row, key, lent, otherwise) -> torch.Tensor:

@@ -103,7 +103,7 @@ class Pipeline(nn.Module):
         self.loss_fn, self.count = loss_fn, count
         self.stages, self.module_of = nn.ModuleList(modules), module_of
         self.ties = Ties(tied, module_of, group, schedule)
-        spread_over(self, group, self.ties.copies)
+        spread_over(self, group, self.ties.copies, self.ties.weights)
         self.training_program = program(schedule, group.rank) if schedule.trains else None
         self.forward_program = program(schedule.forward(), group.rank)
         split = {action.stage for action in schedule.ranks[group.rank] if action.kind == "I"}

@@ -78,6 +78,8 @@ class Ties:
             self.copies += weights[group.rank == first :]
             self.own.append((weights, holders, group.rank == first))
             self.names.append(names)
+        # This rank's copies of what other stages have too.
+        self.weights = [weight for weights, _, _ in self.own for weight in weights]
         self.trained = [weights[0].requires_grad for weights, *_ in self.own]
 
     def check(self):

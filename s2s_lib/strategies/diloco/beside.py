@@ -1,10 +1,28 @@
-"""What an inner optimizer keeps for each element of a parameter, for islands that average it."""
+"""What islands average beside their parameters: buffers, and if wanted an optimizer's moments."""
 
 import torch
 
 from s2s_lib.ranks.group import Group
 from s2s_lib.strategies.replicas import exchange
 from s2s_lib.strategies.state import NUMBERS
+
+
+class Buffers:
+    """A module's floating buffers, and what they were after the last sync.
+
+    Averaged is how far they have moved since: one that nobody moves stays what it is, bit for bit.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.live = [b for b in model.buffers() if b.is_floating_point() or b.is_complex()]
+        self.outer = [buffer.clone() for buffer in self.live]
+
+    def moved(self) -> list[torch.Tensor]:
+        return [live - outer for live, outer in zip(self.live, self.outer, strict=True)]
+
+    def hand_out(self, averages: list[torch.Tensor]):
+        for live, outer, average in zip(self.live, self.outer, averages, strict=True):
+            live.copy_(outer.add_(average))
 
 
 def moments_of(optimizer, fragment) -> dict[str, torch.Tensor]:
