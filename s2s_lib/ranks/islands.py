@@ -145,6 +145,8 @@ class Islands:
         """Have a connection with the members, and no other."""
         if self.connected:
             return
+        if self.store.check([f"{self.attempt} holds"]):
+            raise ConnectionLost("the others have gone on without waiting for this island")
         store = dist.PrefixStore(f"connect {self.attempt}", self.store)
         ranks = [self.world.ranks[rank] for rank in self.ranks_of(self.members)]
         try:

@@ -10,8 +10,8 @@ from torch import nn
 from s2s_lib.ranks.group import Group, check_group
 from s2s_lib.ranks.islands import Islands
 
-# Optimizers whose steps a DiLoCo watches.
-_watched = weakref.WeakSet()
+# Optimizer -> the ranks of each DiLoCo that watches its steps, those with Islands as None.
+_watched = weakref.WeakKeyDictionary()
 BITS = ((int, 8), (int, 4))
 MOMENTS = ("keep", "average", "reset")
 
@@ -129,12 +129,15 @@ def check_optimizer(model: nn.Module, optimizer) -> list[tuple[str, nn.Parameter
     return named
 
 
-def claim_optimizer(optimizer):
-    """RuntimeError where a DiLoCo watches it already: both would take outer steps."""
-    if optimizer in _watched:
-        raise RuntimeError("this optimizer has a DiLoCo already: close() that one first")
-    _watched.add(optimizer)
+def claim_optimizer(optimizer, group: Group | Islands):
+    """RuntimeError where a DiLoCo between the same ranks watches it already: both would step. (One
+    inside groups of islands and another between the groups may.)"""
+    ranks = set(group.ranks) if isinstance(group, Group) else None
+    for others in _watched.get(optimizer, ()):
+        if ranks is None or others is None or len(ranks & others) > 1:
+            raise RuntimeError("this optimizer has a DiLoCo already: close() that one first")
+    _watched.setdefault(optimizer, []).append(ranks)
 
 
-def release(optimizer):
-    _watched.discard(optimizer)
+def release(optimizer, group: Group | Islands):
+    _watched[optimizer].remove(set(group.ranks) if isinstance(group, Group) else None)

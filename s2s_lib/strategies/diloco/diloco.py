@@ -160,7 +160,8 @@ class DiLoCo:
         self.steps = self.rounds = 0
         # Whether islands have met in pairs since all were the same.
         self.apart = False
-        claim_optimizer(inner_optimizer)
+        self.watching = group
+        claim_optimizer(inner_optimizer, group)
         self.hook = inner_optimizer.register_step_post_hook(self.after_step)
         if newcomer:
             self.come_in()
@@ -410,5 +411,7 @@ class DiLoCo:
 
     def close(self):
         """Let go of the optimizer; nothing is synced."""
-        self.hook.remove()
-        release(self.optimizer)
+        if self.hook is not None:
+            self.hook.remove()
+            release(self.optimizer, self.watching)
+            self.hook = None

@@ -18,6 +18,8 @@ def kept_in(optimizer, rows):
         for key, value in zip(KEYS, (row.outer, row.momentum, row.residual), strict=True):
             if value is not None:
                 for parameter, part in zip(row.parameters, row.parts(value), strict=True):
+                    if key in optimizer.state[parameter]:
+                        raise RuntimeError(f"another DiLoCo has {key!r} in this state: one by one")
                     optimizer.state[parameter][key] = part
     try:
         yield
