@@ -1,4 +1,4 @@
-"""Models that are not the course's GPT: buffers, shared modules, shared weights, their own dropout."""
+"""Models that are not the course's GPT: buffers, shared modules and weights, their own dropout."""
 
 from pathlib import Path
 
