@@ -73,7 +73,7 @@ def write_report(config, runs: list, log: list[dict]) -> Path:
         ]
     sent = bars_of(last)
     parts += [
-        "<h2>Sent in the last step, by all ranks together</h2>",
+        "<h2>Sent a step by all ranks together, on average since the line of the log before</h2>",
         *([draw_bars([bar], "sent")._repr_html_() for bar in sent] or ["<p>Nothing.</p>"]),
         "<h2>Held after it: of each kind, by the rank that holds most</h2>",
         draw_bars([("held", last["held"])])._repr_html_(),
@@ -86,12 +86,13 @@ def write_report(config, runs: list, log: list[dict]) -> Path:
 def summary(config, run, last) -> str:
     """One line of what was trained, and how it ended."""
     sizes = {
-        "islands": config.islands,
         "data": config.data_parallel_size,
         "pipeline": config.pipeline_parallel_size,
         "tensor": config.tensor_parallel_size,
     }
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
+    if config.diloco:
+        layout = f"{config.islands} islands (H = {config.diloco.sync_every}) of {layout}"
     held_out = "" if run.evaluation is None else f", {run.evaluation:.4f} on held-out text"
     loss = f"loss {last['loss']:.4f}"
     return f"{layout}, ZeRO {config.zero_stage}: step {last['step']}, {loss}{held_out}"

@@ -1,8 +1,10 @@
 """Where a run keeps what it writes, and what it tells while it goes.
 
     runs/ddp/log.jsonl        a line of JSON for each step that was logged; "sent" (by class of
-                              link) and "sent_along" (by axis) are by all ranks together, "held"
-                              is, of each kind, by the rank that holds most
+                              link) and "sent_along" (by axis) are a step's by all ranks together,
+                              on average since the line before; "held" is, of each kind, by the
+                              rank that holds most; with islands "loss" is the mean over all,
+                              "grad_norm" that of the first
     runs/ddp/config.yaml      the configuration, with everything that was left out
     runs/ddp/checkpoints/     see checkpoint.py
     runs/ddp/report.html      at the end: pictures and numbers (report.py)

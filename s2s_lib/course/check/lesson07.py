@@ -37,7 +37,7 @@ def line_of_islands(sent, every, gbit_s):
     share, before = (_computing(H, counted / LINE) for H in (every, every - 1))
     if share < COMPUTING:
         raise Wrong(
-            f"H = {every}: an exchange takes {counted / LINE:.2f} s, so {share:.1%} of the time is "
+            f"H = {every}: an exchange takes {counted / LINE:.2f} s, so {share:.2%} of the time is "
             "computing: too little"
         )
     if before >= COMPUTING:
