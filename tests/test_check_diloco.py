@@ -78,7 +78,7 @@ def test_wrong_numbers_of_a_line_are_told_apart():
     assert wrong(guess, 48_000_000, EVERY, GBIT_S).endswith("got 48,000,000, expected 6,000,000")
     assert "a whole number of at least 1" in wrong(guess, SENT, 393.0, GBIT_S)
     said = wrong(guess, SENT, 44, GBIT_S)
-    assert said.startswith("H = 44: an exchange takes 0.48 s, so 50.2% of the time is computing")
+    assert said.startswith("H = 44: an exchange takes 0.48 s, so 50.21% of the time is computing")
     assert wrong(guess, SENT, 394, GBIT_S) == "H = 394 is enough, and so is 393"
     assert wrong(guess, SENT, EVERY, 48 / 11).endswith("a ninth of a step, not all of it")
     assert wrong(guess, SENT, EVERY, 480 / 11).endswith("it is a tenth of step and exchange")
