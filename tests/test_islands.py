@@ -250,6 +250,28 @@ def test_who_asks_where_nobody_is_left_is_told():
     assert launch(work, ranks=2, survive=True) == [[0], [0]]
 
 
+def test_fewer_islands_than_are_to_go_on_do_not():
+    def work(world, least):
+        islands = Islands(world, patience=0.5, least=least, wait=0.5)
+        if world.rank == 2:
+            die()
+        try:
+            return islands.together(lambda group: group.size)
+        except RuntimeError as error:
+            return str(error)
+
+    assert launch(work, 2, ranks=3, survive=True)[:2] == [2, 2]
+    for said in launch(work, 3, ranks=3, survive=True)[:2]:
+        assert "islands [0, 1] are left, and least=3 are to go on" in said
+
+
+def test_under_torchrun_no_rank_can_survive_another(monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="survive=True under torchrun"):
+        launch(lambda world: None, survive=True)
+
+
 # DiLoCo on them
 
 
