@@ -219,7 +219,8 @@ class DiLoCo:
     def check_trainable(self):
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         if names != self.names:
-            other = next(iter(set(names) ^ set(self.names)))
+            changed = set(names) ^ set(self.names)
+            other = next(name for name in [*names, *self.names] if name in changed)
             raise RuntimeError(
                 f"{other} was frozen, or not, when DiLoCo was built, and that has changed: close() "
                 "it, and build another"
