@@ -1,7 +1,8 @@
 """DiLoCo beside DDP on four islands with 100 Mbit/s and 50 ms between them.
 
-The small GPT, 8 rows of 64 tokens a rank, AdamW. In one launch, in turns: some steps of DDP, and a
-round of DiLoCo with H = 50, its sync included. Beside the ratio of tokens a second: what follows
+One layer of width 512, 8 tokens a rank, plain SGD, as in lesson 07: islands that share two cores
+must compute fast for the line to matter. In one launch, in turns: some steps of DDP, and a round of
+DiLoCo with H = 50, its sync included. Beside the ratio of tokens a second: what follows
 from an inner step's measured time, the bytes, the bandwidth and the latency, over what was
 measured. DDP averages after backward here, since a formula for what overlaps would guess.
 """
@@ -17,12 +18,12 @@ from s2s_lib.plan.islands import all_reduce_seconds
 
 ISLANDS, H, TURNS, DDP_STEPS = 4, 50, 3, 3
 LINK = Link(gbit_s=0.1, latency_us=50_000)
+MODEL = GPTConfig(layers=1, hidden=512, heads=8)
 
 
 def stepper(model, optimizer, rank):
-    config = GPTConfig.small()
     generator = torch.Generator().manual_seed(rank)
-    tokens = torch.randint(0, config.vocab, (8, 65), generator=generator)
+    tokens = torch.randint(0, MODEL.vocab, (1, 9), generator=generator)
 
     def step():
         start = time.monotonic()
@@ -36,10 +37,10 @@ def stepper(model, optimizer, rank):
 
 def work(world):
     torch.manual_seed(0)
-    together, apart = GPT(GPTConfig.small()), GPT(GPTConfig.small())
+    together, apart = GPT(MODEL), GPT(MODEL)
     ddp = DDP(together, world, overlap=False)
-    averaged = stepper(ddp, torch.optim.AdamW(ddp.parameters()), world.rank)
-    optimizer = torch.optim.AdamW(apart.parameters())
+    averaged = stepper(ddp, torch.optim.SGD(ddp.parameters(), lr=1e-3), world.rank)
+    optimizer = torch.optim.SGD(apart.parameters(), lr=1e-3)
     DiLoCo(apart, optimizer, world, H)
     inner = stepper(apart, optimizer, world.rank)
     found = {"ddp": [], "round": [], "inner": []}
