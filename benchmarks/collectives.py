@@ -38,6 +38,7 @@ def contenders(collective, nbytes, world):
             "ours": lambda: all_reduce(whole, world, out=whole_out),
             "gloo": lambda: dist.all_reduce(whole),
             "copy, then gloo": copy_then_gloo,
+            "bare": bare_all_reduce(whole, whole_out, world),
         }
     if collective == "reduce_scatter":
         return {
@@ -55,6 +56,28 @@ def contenders(collective, nbytes, world):
         "gloo": lambda: dist.broadcast(whole, 0),
         "bare": bare_broadcast(whole, world),
     }
+
+
+def bare_all_reduce(whole, out, world):
+    backend, rank, size = current().backend, world.rank, world.size
+    inputs, pieces = whole.chunk(size), out.chunk(size)
+    others = [(rank + i) % size for i in range(1, size)]
+    theirs = [torch.empty_like(pieces[rank]) for _ in others]
+    total = pieces[rank]
+
+    def run():
+        coming = [backend.recv([x], p, 0) for x, p in zip(theirs, reversed(others), strict=True)]
+        works = [backend.recv([pieces[p]], p, 1) for p in reversed(others)]
+        works += [backend.send([inputs[p]], p, 0) for p in others]
+        mine = inputs[rank]
+        for work, x in zip(coming, theirs, strict=True):
+            work.wait()
+            mine = torch.add(x, mine, out=total)
+        works += [backend.send([total], p, 1) for p in others]
+        for work in works:
+            work.wait()
+
+    return run
 
 
 def bare_all_gather(part, pieces, world):
@@ -104,7 +127,7 @@ def measure(world, cells):
         (collective, nbytes): alternate(
             world,
             contenders(collective, nbytes, world),
-            repeats=60 if nbytes <= 256 * KIB else 21 if nbytes <= 4 * MIB else 9,
+            repeats=60 if nbytes <= 256 * KIB else 31 if nbytes <= 4 * MIB else 21,
         )
         for collective, nbytes in cells
     }
@@ -134,18 +157,13 @@ def main(sizes=SIZES, groups=(2, 4, 8, 3, 5, 6)):
             if collective == "all_reduce":
                 copied = {n: t["copy, then gloo"] / t["ours"] for n, t in row.items() if t}
                 print(f"{'':<9}  copy, then gloo".ljust(27) + line(copied, sizes))
-                large = [n for n in copied if n >= 4 * MIB]
-                if large and ranks in (2, 4, 8):
-                    in_place = min(ratios[ranks][n] for n in large)
-                    result(
-                        f"all_reduce, {ranks} ranks, 4 MB and more: worst, in place", in_place, 0.85
-                    )
-                    worst = min(copied[n] for n in large)
-                    result(f"all_reduce, {ranks} ranks, 4 MB and more: worst, copied", worst, 1.0)
+                least = {n: t["copy, then gloo"] / t["bare"] for n, t in row.items() if t}
+                print(f"{'':<9}  the same / bare".ljust(27) + line(least, sizes))
+                if ranks in (2, 4, 8):
+                    judge_large(ranks, ratios[ranks], copied, least)
         if bare:
             least = geometric_mean(bare)
             result(f"{collective} on 2, 4, 8 ranks: bare, geometric mean", least)
-            # Where bare messages do not reach the target, we are to come near to them.
             target = min(target, 0.9 * least)
         for name, chosen in (("2, 4, 8", (2, 4, 8)), ("3, 5, 6", (3, 5, 6))):
             values = [v for ranks in chosen if ranks in ratios for v in ratios[ranks].values()]
@@ -153,6 +171,16 @@ def main(sizes=SIZES, groups=(2, 4, 8, 3, 5, 6)):
                 what = f"{collective} on {name} ranks"
                 result(f"{what}: geometric mean", geometric_mean(values), target)
                 result(f"{what}: worst cell", min(values), 0.75)
+
+
+def judge_large(ranks, in_place, copied, least):
+    large = [n for n in copied if n >= 4 * MIB]
+    if large:
+        what = f"all_reduce, {ranks} ranks, 4 MB and more: worst"
+        result(f"{what}, in place", min(in_place[n] for n in large), 0.85)
+        # Where bare messages do not reach the target, we are to come near to them.
+        bound = min(1.0, 0.9 * min(least[n] for n in large))
+        result(f"{what}, copied", min(copied[n] for n in large), bound)
 
 
 def line(ratios, sizes):

@@ -545,16 +545,18 @@ def test_nan_and_infinity_on_one_rank_reach_all():
     launch(strange_values, ranks=4, cluster=CLUSTERS[4])
 
 
-def test_large_tensors_go_round_the_ring_in_blocks():
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_large_tensors_travel_in_blocks(ranks):
     def work(world):
-        # 2.5 blocks of 16 MiB.
+        # 2.5 blocks of 16 MiB, 1.2 of 32 MiB.
         x = torch.arange(10_000_000, dtype=torch.float32) % 1001 + world.rank
-        expected = x * 2 + 1 - 2 * world.rank
-        for name in ("ring", "auto"):
-            assert torch.equal(all_reduce(x, world, algorithm=name), expected)
-        assert torch.equal(all_reduce(x, world, algorithm="ring", out=x), expected)
+        expected = (x - world.rank) * ranks + sum(range(ranks))
+        for name in ("ring", "direct", "direct_ring", "auto"):
+            assert torch.equal(all_reduce(x, world, algorithm=name), expected), name
+            assert torch.equal(all_reduce(x, world, algorithm=name, out=x), expected), name
+            x = torch.arange(10_000_000, dtype=torch.float32) % 1001 + world.rank
 
-    launch(work, ranks=2)
+    launch(work, ranks=ranks)
 
 
 def test_nobody_passes_a_barrier_before_the_last_has_come():

@@ -20,6 +20,8 @@ SECONDS_PER_MESSAGE = 50e-6
 SMALL = {"reduce_scatter": 64 * 1024, "all_gather": 256 * 1024}
 # Up to how many ranks sending to each other at once beats taking turns; of an all_gather, below.
 FEW = 8
+# From here on pieces that come from all sides at once do not pay.
+LONG_PIECE = 4 * 2**20
 
 
 class Cost(NamedTuple):
@@ -52,6 +54,9 @@ def cost(collective: str, algorithm: str, nbytes: int, size: int) -> Cost:
     one_way = _TRANSPOSE.get(collective, collective)
     if one_way == "all_reduce" and algorithm in ("naive", "tree"):
         there = back = cost("broadcast", algorithm, nbytes, size)
+    elif one_way == "all_reduce" and algorithm == "direct_ring":
+        there = cost("reduce_scatter", "direct", nbytes, size)
+        back = cost("all_gather", "ring", nbytes, size)
     elif one_way == "all_reduce" and algorithm in ("ring", "direct", "halving_doubling"):
         inner = "doubling" if algorithm == "halving_doubling" else algorithm
         there = back = cost("all_gather", inner, nbytes, size)
@@ -91,7 +96,8 @@ def _one_way(collective, algorithm, nbytes, size):
 def choose(collective: str, nbytes: int, group: Group, narrow: bool = False) -> str:
     """The algorithm that `auto` takes for a tensor of `nbytes` in this group.
 
-    `narrow` is for sums of 16-bit floats, which only `direct` keeps at 16 bits on the wire.
+    `narrow` is for sums of 16-bit floats, which only `direct` and `direct_ring` keep at 16 bits on
+    the wire.
     """
     check_group(group)
     if collective in ("gather", "scatter"):
@@ -112,7 +118,9 @@ def _by_size(collective, nbytes, size, narrow):
     if collective == "all_reduce":
         if nbytes <= 2**20:
             return "doubling" if size == 2 else "tree"
-        return "direct" if narrow or size <= FEW else "ring"
+        if size > FEW and not narrow:
+            return "ring"
+        return "direct_ring" if size > 2 and nbytes >= size * LONG_PIECE else "direct"
     if collective not in SMALL:
         raise ValueError(f"no collective {collective!r}: there is nothing to choose")
     if size > 2 and nbytes <= SMALL[collective]:

@@ -7,11 +7,12 @@ floats cross the wire as 16 bits and are still added in float32 and rounded once
 
 import functools
 
+from s2s_lib.collectives import ring
 from s2s_lib.collectives.pieces import even_cuts, own_piece, piece, scratch
 
-# Two ranks leave a laptop's cores idle while they add, so it pays to have the next block on its
+# Two ranks leave a laptop's cores idle while they add, so it pays to have half of the tensor on its
 # way meanwhile; more ranks do not, and blocks only bound the memory to receive into.
-PAIR_BLOCK_BYTES = 8 * 2**20
+LEAST_HALF_BYTES = 8 * 2**20
 BLOCK_BYTES = 32 * 2**20
 
 
@@ -113,7 +114,10 @@ def wait_for(arrivals):
 def all_reduce(operation, x, out, reduction):
     """Block by block: while one is added up, the next is on its way."""
     size = operation.group.size
-    block = (PAIR_BLOCK_BYTES if size == 2 else BLOCK_BYTES) // x.itemsize
+    block = BLOCK_BYTES
+    if size == 2:
+        block = min(block, max(LEAST_HALF_BYTES, x.nbytes // 2))
+    block //= x.itemsize
     begun, pieces = None, []
     for number, start in enumerate(range(0, max(1, x.numel()), block)):
         part, result = x[start : start + block], out[start : start + block]
@@ -132,6 +136,20 @@ def add_up_and_tell(operation, reduction, x, out, cuts, inputs):
     mine = piece(out, cuts, operation.group.rank)
     add_up(operation, x, mine, cuts, reduction, inputs)
     send_to_all(operation, mine)
+
+
+def ring_all_reduce(operation, x, out, reduction):
+    """Straight to their places, and back round the ring, where long pieces do not meet."""
+    block = BLOCK_BYTES // x.itemsize
+    for start in range(0, max(1, x.numel()), block):
+        part, result = x[start : start + block], out[start : start + block]
+        cuts = even_cuts(part.numel(), operation.group.size)
+        inputs = ask_for_inputs(operation, part, cuts)
+        pieces = ring.ask_for_pieces(operation, result, cuts)
+        send_inputs(operation, part, cuts)
+        mine = piece(result, cuts, operation.group.rank)
+        add_up(operation, part, mine, cuts, reduction, inputs)
+        ring.run_gather(operation, mine, result, cuts, pieces)
 
 
 def all_to_all(operation, x, out, sending, receiving):

@@ -45,6 +45,7 @@ ALGORITHMS = {
         "doubling": doubling.all_reduce,
         "halving_doubling": doubling.halving_all_reduce,
         "direct": direct.all_reduce,
+        "direct_ring": direct.ring_all_reduce,
         "hierarchical": hierarchical.all_reduce,
         "torch": framework.all_reduce,
     },
@@ -121,8 +122,8 @@ def all_reduce(
 ):
     """Every rank gets the reduction of all ranks' tensors, bit for bit the same.
 
-    `op` is sum, avg, max, min or prod; 16-bit floats are added in float32 and rounded once. By
-    ring, direct or halving_doubling each rank sends 2(W-1)/W of the tensor's bytes.
+    `op` is sum, avg, max, min or prod; 16-bit floats are added in float32 and rounded once. Each
+    rank sends 2(W-1)/W of the tensor's bytes by any algorithm but naive, tree and doubling.
     """
     check(tensor, group)
     if wants_gradient(tensor, out, op):
@@ -137,7 +138,7 @@ def all_reduce(
     result = Result(out, tensor.shape, tensor)
     detail = (op, name, label) if label else (op, name)
     with Operation("all_reduce", group, tensor.shape, tensor.dtype, detail) as operation:
-        if reduction.widens and name != "direct":
+        if reduction.widens and name not in ("direct", "direct_ring"):
             wide = x.to(reduction.dtype)
             run(operation, wide, wide, reduction)
             result.flat.copy_(wide)
