@@ -26,11 +26,7 @@ from s2s_lib.ranks import job
 # The ranks need not import this file, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    yield
-    assert ranks_alive() == []
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.fixture(scope="module", autouse=True)

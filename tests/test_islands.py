@@ -27,7 +27,6 @@ from diloco_training import (
     outer,
     weights,
 )
-from processes import ranks_alive
 
 from s2s_lib import (
     Cluster,
@@ -52,11 +51,7 @@ from s2s_lib.strategies.diloco import newcomers
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    yield
-    assert ranks_alive() == []
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def die():

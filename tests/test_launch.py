@@ -19,18 +19,14 @@ import numpy
 import psutil
 import pytest
 import torch
-from processes import alive, ranks_alive, run_script, wait_until
+from processes import alive, run_script, wait_until
 
 from s2s_lib import Cluster, Group, Link, RankError, launch
 from s2s_lib.ranks import job
 
 LOCK = threading.Lock()
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    yield
-    assert ranks_alive() == []
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 # What travels.

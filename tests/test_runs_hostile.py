@@ -21,7 +21,6 @@ from processes import ROOT
 from training_runs import log_of, write_config
 
 from s2s_lib import launch
-from s2s_lib.training.command import main
 from s2s_lib.training.config import load_config
 from s2s_lib.training.lock import locked
 from s2s_lib.training.runs import check_folder, run_folder
@@ -29,19 +28,6 @@ from s2s_lib.training.yaml_lines import as_yaml
 
 # The ranks need not import this file, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-@pytest.fixture
-def s2s(tmp_path, monkeypatch, capfd):
-    """Calls the command in a temporary folder: its exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        code = main([str(argument) for argument in arguments])
-        return code, *capfd.readouterr()
-
-    call.folder = tmp_path
-    return call
 
 
 # Before any rank starts

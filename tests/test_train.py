@@ -30,7 +30,6 @@ from s2s_lib.course.data import Batches, hold_out, text
 from s2s_lib.course.model import GPT, next_token_loss
 from s2s_lib.meters.timeline import Timeline, Timelines
 from s2s_lib.meters.units import human_bytes
-from s2s_lib.training.command import main
 from s2s_lib.training.config import load_config
 from s2s_lib.training.parallel import Parallel, parallelize
 from s2s_lib.training.report import bars_of, rows_of
@@ -63,19 +62,6 @@ MORE_LAYOUTS = {
         "activation_checkpointing": True,
     },
 }
-
-
-@pytest.fixture
-def s2s(tmp_path, monkeypatch, capfd):
-    """Calls the command in a temporary folder: its exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        code = main([str(argument) for argument in arguments])
-        return code, *capfd.readouterr()
-
-    call.folder = tmp_path
-    return call
 
 
 def near(one, other, tolerance=1e-9):
