@@ -15,20 +15,22 @@ from s2s_lib import Cluster, Pipeline, RankError, launch, measured, schedule, si
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "zb_h1"])
 def test_the_measured_bubble_is_the_simulated_one(name, microbatches):
     order = schedule.BUILDERS[name](4, microbatches)
-    lines, durations, sent, overran = zip(
-        *launch(paced, order, ranks=4, cluster=Cluster(1, 4, gpu=TOY)), strict=True
-    )
-    # Else the arithmetic itself would be measured.
-    assert sum(overran) < sum(map(len, order.ranks)) / 4
-    assert durations[0] == durations[3]
-    forward = durations[0]["forward"]
-    assert forward == pytest.approx([0.02 * 4 / order.stages] * order.stages)
-    said = simulate(order, **durations[0], transfer=hop_seconds(sent))
-    runs = [measured(order, run) for run in zip(*lines, strict=True)]
-    # Other programs only add.
-    best = min(runs, key=lambda run: run.total)
-    assert best.total >= simulate(order, **durations[0]).total * 0.999
-    assert abs(best.bubble - said.bubble) < 0.03
+    for attempts_left in (2, 1, 0):
+        lines, durations, sent, overran = zip(
+            *launch(paced, order, ranks=4, cluster=Cluster(1, 4, gpu=TOY)), strict=True
+        )
+        assert durations[0] == durations[3]
+        forward = durations[0]["forward"]
+        assert forward == pytest.approx([0.02 * 4 / order.stages] * order.stages)
+        said = simulate(order, **durations[0], transfer=hop_seconds(sent))
+        runs = [measured(order, run) for run in zip(*lines, strict=True)]
+        best = min(runs, key=lambda run: run.total)
+        assert best.total >= simulate(order, **durations[0]).total * 0.999
+        # Where much overran, the arithmetic itself was measured: other programs only add to it.
+        paces = sum(overran) < sum(map(len, order.ranks)) / 4
+        if paces and abs(best.bubble - said.bubble) < 0.03:
+            return
+        assert attempts_left, (overran, best.bubble, said.bubble)
 
 
 def test_durations_need_an_accelerator():

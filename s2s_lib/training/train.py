@@ -8,27 +8,24 @@ from their last step, after which all are made the same).
 """
 
 import contextlib
-import hashlib
 import itertools
 import math
 import time
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from s2s_lib.collectives.functions import all_reduce
 from s2s_lib.course.data import Batches, hold_out, text
 from s2s_lib.course.model import GPT
 from s2s_lib.meters.bill import bill
-from s2s_lib.meters.memory import KINDS, memory
 from s2s_lib.meters.timeline import Timeline, timeline
 from s2s_lib.ranks.group import Group
 from s2s_lib.strategies.grads import clip_grad_norm_
 from s2s_lib.training import checkpoint
 from s2s_lib.training.agree import told
 from s2s_lib.training.config import Config
+from s2s_lib.training.counting import Since, counted
 from s2s_lib.training.islands import (
     counts_of,
     forget_outer,
@@ -40,9 +37,9 @@ from s2s_lib.training.islands import (
 from s2s_lib.training.lock import locked
 from s2s_lib.training.parallel import Parallel, parallelize
 from s2s_lib.training.plain import open_file
+from s2s_lib.training.position import Position, digest_of, position_of, refuse_others
 from s2s_lib.training.runs import Journal, run_folder
 
-LINKS = ("intra", "inter", "wire")
 # Of about how many sequences the evaluation at the end is: as many whole global batches.
 EVALUATED = 256
 
@@ -56,20 +53,6 @@ class Run(NamedTuple):
     log: list[dict]
     evaluation: float | None
     timeline: Timeline | None
-
-
-class Position(NamedTuple):
-    """How far a run has come: steps, and samples of this epoch that were used; and what it must
-    find as it was to go on: the seed, the length of a sample, a digest of the text."""
-
-    step: int
-    epoch: int
-    sample: int
-    seed: int
-    seq: int
-    text: str
-    # The counts of a DiLoCo.
-    rounds: list[int] | None = None
 
 
 def train(world: Group, config: Config, resume: bool = False, bar: bool = False) -> Run:
@@ -138,29 +121,6 @@ def first_says(world, ask):
     return told(world, lambda: ask() if world.rank == 0 else None, ValueError, "the output folder")[
         0
     ]
-
-
-class Since:
-    """What the steps since the last line of the log have taken, on average: seconds, and bytes sent
-    by this rank, by class of link and by axis. Not what reading, logging and saving took."""
-
-    def __init__(self, parallel):
-        self.parallel = parallel
-        self.steps, self.total, self.sent = 0, 0.0, Counter()
-
-    def add(self, seconds, sent):
-        self.steps += 1
-        self.total += seconds
-        self.sent.update({("link", link): n for link, n in sent.by("link").items()})
-        along = along_axes(sent, self.parallel)
-        self.sent.update({("axis", axis): n for axis, n in along.items()})
-
-    @property
-    def seconds(self) -> float:
-        return self.total / self.steps
-
-    def by(self, key, names) -> list[float]:
-        return [self.sent[key, name] / self.steps for name in names]
 
 
 class Turn:
@@ -259,27 +219,6 @@ def begin(world, parallel, optimizer, checkpoints, config, resume, start):
     return position, diloco
 
 
-def position_of(progress: dict, checkpoints: Path) -> Position:
-    if set(progress) != set(Position._fields):
-        raise ValueError(
-            f"{checkpoints}: saved by another loop, with {sorted(progress)} as its progress; its "
-            "weights alone can be had with `s2s export` and checkpoint.start_from"
-        )
-    return Position(**progress)
-
-
-def refuse_others(start: Position, position: Position, folder: Path):
-    """ValueError where the samples would not be those that the run has had and was to have."""
-    for key in ("seed", "seq", "text"):
-        was, now = getattr(position, key), getattr(start, key)
-        if was != now:
-            what = "the text to train on" if key == "text" else key
-            raise ValueError(
-                f"the run in {folder} has used samples that would not be the same now: {what} was "
-                f"{was} and is {now}. Give what it was, or begin a new run without --resume"
-            )
-
-
 def read_text(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens to train on and for evaluation; ValueError where they do not fit the model."""
     tokens = text(config.data.path)
@@ -289,20 +228,6 @@ def read_text(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
             f"model.vocab {vocab}: the text has bytes up to {most}, so give at least {most + 1}"
         )
     return hold_out(tokens, config.data.hold_out)
-
-
-def digest_of(world: Group, tokens) -> str:
-    """A short number of the text; ValueError where ranks have read different ones."""
-    mine = hashlib.blake2b(tokens.numpy(), digest_size=8).hexdigest()
-    said = told(world, lambda: mine, ValueError, "no text")
-    if len(set(said)) > 1:
-        other = next(rank for rank, digest in enumerate(said) if digest != said[0])
-        raise ValueError(
-            f"ranks 0 and {other} read different texts ({said[0]} and {said[other]}): give all "
-            "the same data.path. The text that is taken without one differs between versions of "
-            "Python"
-        )
-    return mine
 
 
 def batches_of(tokens, config: Config, dp: Group, seed: int) -> Batches:
@@ -357,47 +282,6 @@ def rate_of(config: Config, step: int) -> float:
     share = min(share, 1.0)
     down = share if schedule.name == "linear" else (1 - math.cos(math.pi * share)) / 2
     return 1 - (1 - schedule.final) * down
-
-
-def counted(world: Group, since: Since, parallel, optimizer, diloco) -> dict:
-    """Bytes sent a step by all ranks since the last line, by class of link and by axis, with those
-    of a save in the background meanwhile; the most that a rank holds, by kind and in all. Two
-    all_reduces of some numbers."""
-    axes = [*axes_of(parallel), "other"]
-    counts = [*since.by("link", LINKS), *since.by("axis", axes)]
-    with memory(parallel, optimizer, *([diloco] if diloco else [])) as held:
-        pass
-    kinds = [held.live[kind] for kind in KINDS]
-    counts = whole_numbers(all_reduce(torch.tensor(counts, dtype=torch.float64), world))
-    most = torch.tensor([*kinds, sum(kinds)], dtype=torch.float64)
-    *kinds, total = whole_numbers(all_reduce(most, world, "max"))
-    return {
-        "sent": {link: n for link, n in zip(LINKS, counts, strict=False) if n},
-        "sent_along": {axis: n for axis, n in zip(axes, counts[len(LINKS) :], strict=True) if n},
-        "held": {kind: n for kind, n in zip(KINDS, kinds, strict=True) if n},
-        "held_total": total,
-    }
-
-
-def axes_of(parallel) -> dict[str, Group]:
-    """The groups along the axes of the mesh; "dp" is over replicas and shards alike."""
-    return {axis: parallel.mesh[axis] for axis in parallel.mesh.axes} | {"dp": parallel.dp}
-
-
-def along_axes(sent, parallel) -> dict[str, int]:
-    """This rank's bytes by the axis along which they went: those of the mesh, "dp" for what goes
-    over replicas and shards alike, "other" for what goes to all, as the words of a save."""
-    axes = axes_of(parallel)
-    found = dict.fromkeys([*axes, "other"], 0)
-    for ranks, nbytes in sent.by("group").items():
-        # Two stages that share a tied weight are some of the ranks along pp.
-        along = (axis for axis, group in axes.items() if set(ranks) <= set(group.ranks))
-        found[next(along, "other")] += nbytes
-    return found
-
-
-def whole_numbers(tensor) -> list[int]:
-    return [int(number) for number in tensor]
 
 
 def evaluate(parallel: Parallel, tokens, config: Config) -> float | None:
