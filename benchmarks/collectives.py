@@ -3,8 +3,8 @@
 Both get the same scheduling policy and the same tensors. Ours return into `out=`; gloo works in
 place where that is its way, and for all_reduce also after a copy, which is our contract. A cell
 is the median of alternating repeats; each repeat counts as long as on its slowest rank. "bare" is
-the least that gloo's own sends and receives need for the same, without any of our checks, and so
-what no algorithm on top of them can beat.
+a plain exchange (direct, for broadcast a tree) by gloo's own sends and receives, with none of our
+code: what messages over gloo come to. Where that does not reach a target, ours must come near it.
 """
 
 import statistics
@@ -178,7 +178,6 @@ def judge_large(ranks, in_place, copied, least):
     if large:
         what = f"all_reduce, {ranks} ranks, 4 MB and more: worst"
         result(f"{what}, in place", min(in_place[n] for n in large), 0.85)
-        # Where bare messages do not reach the target, we are to come near to them.
         bound = min(1.0, 0.9 * min(least[n] for n in large))
         result(f"{what}, copied", min(copied[n] for n in large), bound)
 

@@ -21,6 +21,7 @@ from s2s_lib import (
     all_reduce,
     all_to_all,
     barrier,
+    bill,
     broadcast,
     gather,
     isend,
@@ -549,12 +550,16 @@ def test_nan_and_infinity_on_one_rank_reach_all():
 def test_large_tensors_travel_in_blocks(ranks):
     def work(world):
         # 2.5 blocks of 16 MiB, 1.2 of 32 MiB.
-        x = torch.arange(10_000_000, dtype=torch.float32) % 1001 + world.rank
+        x = torch.arange(10_000_001, dtype=torch.float32) % 1001 + world.rank
         expected = (x - world.rank) * ranks + sum(range(ranks))
         for name in ("ring", "direct", "direct_ring", "auto"):
             assert torch.equal(all_reduce(x, world, algorithm=name), expected), name
             assert torch.equal(all_reduce(x, world, algorithm=name, out=x), expected), name
-            x = torch.arange(10_000_000, dtype=torch.float32) % 1001 + world.rank
+            x = torch.arange(10_000_001, dtype=torch.float32) % 1001 + world.rank
+        with bill() as sent:
+            all_reduce(x, world, algorithm="direct")
+        # Two blocks, each there and back.
+        assert sent.messages == 4 * (ranks - 1)
 
     launch(work, ranks=ranks)
 

@@ -393,7 +393,7 @@ def test_between_slow_links_auto_takes_the_cheapest_by_formula():
     for nbytes, name in chosen.items():
         slowest_loss = 24 * 50e-6
         for _, other in filter(lambda pair: pair[0] == "all_reduce", priced(4)):
-            if other not in ("naive", "doubling"):
+            if other != "naive":
                 assert seconds(name, nbytes) <= seconds(other, nbytes) + slowest_loss
     two_nodes = Cluster(2, 2, intra=Link(100, 1), inter=SLOW)
     assert launch(work, ranks=4, cluster=two_nodes)[0][10**9] == "hierarchical"
@@ -405,8 +405,18 @@ def test_auto_minds_the_slower_of_the_links_that_a_group_crosses():
 
     far = Link(gbit_s=1, latency_us=20_000)
     for cluster in (Cluster(2, 2, intra=far), Cluster(2, 2, intra=far, inter=Link(100))):
-        # Both take two slow steps, a tree takes four.
-        assert set(launch(work, ranks=4, cluster=cluster)) <= {"direct", "hierarchical"}
+        # They take two slow steps, a tree takes four.
+        assert set(launch(work, ranks=4, cluster=cluster)) <= {"doubling", "hierarchical"}
+
+
+def test_between_two_ranks_over_a_slow_link_one_exchange_is_cheapest_at_any_size():
+    """Doubling sends a pair's bytes at once, direct and tree the second half after the first."""
+
+    def work(world):
+        return [choose("all_reduce", n, world) for n in (8, 10**5, 10**8)]
+
+    far = Cluster(2, 1, inter=Link(gbit_s=0.1, latency_us=50_000))
+    assert launch(work, ranks=2, cluster=far)[0] == ["doubling"] * 3
 
 
 def test_choosing_for_an_unknown_collective_is_refused():

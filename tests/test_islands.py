@@ -234,6 +234,27 @@ def test_leaving_costs_nothing_and_who_left_may_come_back():
         assert took < 0.5
 
 
+def test_who_leaves_and_asks_at_once_is_not_waited_for():
+    """The others may look only then: that it has left must still be there to be read."""
+
+    def work(world):
+        islands = Islands(world, patience=40.0)
+        meet(islands)
+        began = time.monotonic()
+        if world.rank == 1:
+            islands.leave()
+            islands.join()
+        else:
+            islands.store.wait(["asks 1"])
+            while not islands.joined:
+                meet(islands)
+        return islands.members, meet(islands), (time.monotonic() - began) / islands.patience
+
+    for members, total, took in launch(work, ranks=3, survive=True):
+        assert members == [0, 1, 2] and total == 18
+        assert took < 0.5
+
+
 def test_who_asks_where_nobody_is_left_is_told():
     def work(world):
         islands = Islands(world, late=[1], wait=0.2)

@@ -126,6 +126,18 @@ def test_a_timeline_tells_computing_from_waiting():
         assert "thinking" in {span.name for span in spans if span.kind == "compute"}
 
 
+def test_of_two_sections_the_inner_names_what_is_computed():
+    def work(world):
+        with timeline() as line, line.section("step"):
+            time.sleep(0.02)
+            with line.section("forward"):
+                time.sleep(0.02)
+            time.sleep(0.02)
+        return [span.name for span in line.spans() if span.seconds > 0.01]
+
+    assert launch(work, ranks=1) == [["step", "forward", "step"]]
+
+
 def test_timelines_of_all_ranks_share_a_clock_and_make_rows(tmp_path):
     lines = Timelines(launch(late_sender, ranks=2))
     rows = dict(lines.rows())

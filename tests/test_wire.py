@@ -216,6 +216,8 @@ def test_what_cannot_be_sent_is_refused_with_the_way_out():
             "recv meta": lambda: irecv(torch.ones(2, device="meta"), 0, world),
             "sparse": lambda: send(torch.eye(2).to_sparse(), 0, world),
             "gaps": lambda: recv(torch.ones(4)[::2], 0, world),
+            "conjugated": lambda: recv(torch.ones(2, dtype=torch.complex64).conj(), 0, world),
+            "negated": lambda: irecv(torch.ones(2, dtype=torch.complex64).conj().imag, 0, world),
         }
         said = {}
         for name, attempt in attempts.items():
@@ -241,6 +243,10 @@ def test_what_cannot_be_sent_is_refused_with_the_way_out():
         "sparse": "cannot send a torch.sparse_coo tensor; make it dense: .to_dense()",
         "gaps": "cannot receive into a tensor of shape (2,) and strides (2,): "
         "its memory has gaps; receive into torch.empty(...) and copy",
+        "conjugated": "cannot receive into a tensor that conjugates or negates what its memory "
+        "holds; receive into torch.empty(...) and copy",
+        "negated": "cannot receive into a tensor that conjugates or negates what its memory "
+        "holds; receive into torch.empty(...) and copy",
     }
 
 

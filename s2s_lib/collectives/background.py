@@ -69,7 +69,7 @@ class Background:
             )
         self.finished.wait()
         for log in connection.current().logs:
-            log.wait("background", 0, began, time.monotonic())
+            log.wait("background", connection.thread.channel, began, time.monotonic())
         if self.error is not None:
             unheard = self.lane.home.unheard
             if self.error in unheard:

@@ -20,7 +20,7 @@ SECONDS_PER_MESSAGE = 50e-6
 SMALL = {"reduce_scatter": 64 * 1024, "all_gather": 256 * 1024}
 # Up to how many ranks sending to each other at once beats taking turns; of an all_gather, below.
 FEW = 8
-# From here on pieces that come from all sides at once do not pay.
+# From here on the sums of an all_reduce do not pay to be sent to all sides at once.
 LONG_PIECE = 4 * 2**20
 
 
@@ -44,7 +44,8 @@ def cost(collective: str, algorithm: str, nbytes: int, size: int) -> Cost:
 
     `nbytes` is the size of the whole tensor: what is broadcast, reduced, scattered or comes out
     of a gather, or what one rank gives to an all_to_all. With links of latency L and bandwidth B
-    the collective takes at most `steps` L + `port_bytes` / B. A rank sends and receives at B at
+    the collective takes at most `steps` L + `port_bytes` / B (an all_reduce in several blocks, by
+    ring or direct_ring, as many times the `steps`). A rank sends and receives at B at
     the same time; where one must receive all before it sends (naive, tree), both count.
     Also of the parts that others are made of, such as a gather by tree. ValueError where there is
     no such algorithm, or no formula (hierarchical, torch).
@@ -143,7 +144,7 @@ def _cheapest(collective, nbytes, group, link, narrow):
     if collective in ("broadcast", "reduce"):
         names = ["naive", "tree"]
     else:
-        names = ["direct", "ring", "tree"]
+        names = ["direct", "ring", "tree"] + ["doubling"] * (collective == "all_reduce")
         if group.size & (group.size - 1) == 0:
             names.append("halving_doubling" if collective == "all_reduce" else "doubling")
 

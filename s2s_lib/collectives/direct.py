@@ -114,10 +114,9 @@ def wait_for(arrivals):
 def all_reduce(operation, x, out, reduction):
     """Block by block: while one is added up, the next is on its way."""
     size = operation.group.size
-    block = BLOCK_BYTES
+    block = BLOCK_BYTES // x.itemsize
     if size == 2:
-        block = min(block, max(LEAST_HALF_BYTES, x.nbytes // 2))
-    block //= x.itemsize
+        block = min(block, max(LEAST_HALF_BYTES // x.itemsize, -(-x.numel() // 2)))
     begun, pieces = None, []
     for number, start in enumerate(range(0, max(1, x.numel()), block)):
         part, result = x[start : start + block], out[start : start + block]

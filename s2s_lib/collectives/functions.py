@@ -123,7 +123,8 @@ def all_reduce(
     """Every rank gets the reduction of all ranks' tensors, bit for bit the same.
 
     `op` is sum, avg, max, min or prod; 16-bit floats are added in float32 and rounded once. Each
-    rank sends 2(W-1)/W of the tensor's bytes by any algorithm but naive, tree and doubling.
+    rank sends 2(W-1)/W of the tensor's bytes by any algorithm but naive, tree and doubling; sums of
+    16-bit floats travel as float32 except by direct and direct_ring.
     """
     check(tensor, group)
     if wants_gradient(tensor, out, op):
@@ -153,7 +154,8 @@ def reduce_scatter(
     """The reduction of all ranks' tensors, of which rank i gets the i-th part along dim 0.
 
     The parts are equal unless `sizes` lists the rows for each rank. Each rank sends (W-1)/W of
-    the tensor's bytes by any algorithm but naive and tree.
+    the tensor's bytes by any algorithm but naive and tree; sums of 16-bit floats travel as float32
+    except by direct.
     """
     check(tensor, group)
     rows = rows_for(tensor, group, sizes)

@@ -8,7 +8,7 @@ on those links.
 
 from s2s_lib.collectives import direct
 from s2s_lib.collectives.pieces import even_cuts, piece
-from s2s_lib.collectives.reduction import Reduction
+from s2s_lib.collectives.reduction import reduction_of
 from s2s_lib.ranks.connection import current
 from s2s_lib.ranks.wire import Operation
 
@@ -39,7 +39,7 @@ def all_reduce(operation, x, out, reduction):
         return Operation(name, group, x.shape, x.dtype, operation.detail)
 
     # The average is taken once, over all ranks, when both sums are done.
-    part = Reduction("sum" if reduction.op == "avg" else reduction.op, x.dtype, 1)
+    part = reduction_of("sum" if reduction.op == "avg" else reduction.op, x.dtype, 1)
     with level("reduce_scatter", inside) as inner:
         direct.reduce_scatter(inner, x, mine, cuts, part)
     with level("all_reduce", between) as inner:

@@ -75,13 +75,14 @@ class Timeline(connection.Log):
         return sorted([*blocks, *self._named(_gaps(whole, blocks))])
 
     def _named(self, gaps):
-        """Compute spans, cut where a named section begins or ends."""
+        """Compute spans, cut where a named section begins or ends, by the innermost's name."""
         edges = sorted({edge for s in self.sections for edge in (s.start, s.end)})
         for gap in gaps:
             cuts = [gap.start, *(e for e in edges if gap.start < e < gap.end), gap.end]
             for start, end in zip(cuts, cuts[1:], strict=False):
+                # The inner of two ends first.
                 names = [s.name for s in self.sections if s.start <= start and end <= s.end]
-                yield gap._replace(start=start, end=end, name=names[-1] if names else gap.name)
+                yield gap._replace(start=start, end=end, name=names[0] if names else gap.name)
 
     def tracks(self) -> list[int]:
         return sorted({0, *(span.track for span in self.operations)})

@@ -219,7 +219,6 @@ class Islands:
         """
         if self.here:
             raise ValueError(f"island {self.number} is a member already")
-        self.store.delete_key(f"left {self.number}")
         self.store.set(f"asks {self.world.rank}", "")
         until = time.monotonic() + self.wait
         while self.number not in self.members:
@@ -235,6 +234,8 @@ class Islands:
                 )
             else:
                 time.sleep(LOOK_AGAIN)
+        # Until now it was what told the others that this island had left.
+        self.store.delete_key(f"left {self.number}")
         self.connected = False
 
     def leave(self):

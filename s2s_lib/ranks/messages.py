@@ -46,6 +46,11 @@ def irecv(
     """Start receiving into `out`; `.wait()` on what this returns gives it, filled."""
     called = time.monotonic()
     check_message(out, source, "source", group)
+    if out.is_conj() or out.is_neg():
+        raise ValueError(
+            "cannot receive into a tensor that conjugates or negates what its memory holds; "
+            "receive into torch.empty(...) and copy"
+        )
     if not out.is_contiguous():
         raise ValueError(
             f"cannot receive into a tensor of shape {tuple(out.shape)} and strides {out.stride()}:"

@@ -30,18 +30,20 @@ class Bucket:
         self.pieces = self.flat.split(numbers)
         self.slots = [slot_like(p, piece) for p, piece in zip(parameters, self.pieces, strict=True)]
         self.expected = self.sent = None
+        self.interrupted = False
         self.begin()
 
     def begin(self):
         """Start a backward. RuntimeError where one that raised left gradients half averaged."""
-        interrupted = self.sent is not None
+        self.interrupted = self.interrupted or self.sent is not None
         self.wait()
         self.arrived = [0] * len(self.parameters)
-        if interrupted and any(map(self.holds, range(len(self.parameters)))):
+        if self.interrupted and any(map(self.holds, range(len(self.parameters)))):
             raise RuntimeError(
                 "the backward before this one raised while its gradients were being averaged, "
                 "and they are not whole: call zero_grad(), then forward and backward again"
             )
+        self.interrupted = False
 
     def wait(self):
         """Return when no average is under way; raises what it raised."""

@@ -61,7 +61,7 @@ def axes_of(parallel) -> dict[str, Group]:
 
 def along_axes(sent, parallel) -> dict[str, int]:
     """This rank's bytes by the axis along which they went: those of the mesh, "dp" for what goes
-    over replicas and shards alike, "other" for what goes to all, as the words of a save."""
+    over replicas and shards alike, "other" for what goes along no single one."""
     axes = axes_of(parallel)
     found = dict.fromkeys([*axes, "other"], 0)
     for ranks, nbytes in sent.by("group").items():
@@ -72,4 +72,4 @@ def along_axes(sent, parallel) -> dict[str, int]:
 
 
 def whole_numbers(tensor) -> list[int]:
-    return [int(number) for number in tensor]
+    return [round(number) for number in tensor.tolist()]

@@ -102,7 +102,7 @@ class Parallel(nn.Module):
         copies = [self.wrap(stage, blocks, plan) for stage in self.parts.values()]
         self.places = [Places(stage, config.seed) for stage in self.parts.values()]
         self.pipeline = Pipeline(
-            copies, self.pp, schedule, self.loss, count=counted, tied=stages.tied
+            copies, self.pp, schedule, self.loss, count=count_targets, tied=stages.tied
         )
         self.last = schedule.rank_of[schedule.stages - 1]
         self.number = 0
@@ -197,7 +197,7 @@ def mesh_of(config: Config, world: Group) -> Mesh:
     return Mesh(world, **axes)
 
 
-def counted(targets):
+def count_targets(targets):
     return (targets != -100).sum()
 
 

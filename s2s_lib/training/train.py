@@ -45,8 +45,8 @@ EVALUATED = 256
 
 
 class Run(NamedTuple):
-    """What a rank returns: where the run is, the step it began at, what was logged of each step
-    since, the loss on held-out text, and the timeline of the last step."""
+    """What a rank returns: where the run is, the step it began at, the lines logged since, the loss
+    on held-out text, and the timeline of the last step."""
 
     folder: str
     first: int
@@ -59,7 +59,7 @@ def train(world: Group, config: Config, resume: bool = False, bar: bool = False)
     """Train as `config` says, on this rank of `world`, up to step `config.steps`.
 
     With `resume` it goes on from the last good checkpoint of the last run in `config.output`, if
-    there is one. `bar` shows a progress bar in the place of a line for each step.
+    there is one. `bar` shows a progress bar in the place of lines.
 
     With islands the losses are means over all of them, taken where a line is logged: so that an
     ordinary step does not wait for a slow link.

@@ -32,4 +32,4 @@ def pair_of(group: Group, seed: int, number: int) -> Group | None:
 def meet(outers: list, group: Group, seed: int, number: int) -> list:
     """The outer weights of this rank and of the one that it meets, averaged: each sends its own."""
     pair = pair_of(group, seed, number)
-    return outers if pair is None else [all_reduce(o, pair, "avg", "direct") for o in outers]
+    return outers if pair is None else [all_reduce(o, pair, "avg", "doubling") for o in outers]
