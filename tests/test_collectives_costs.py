@@ -393,7 +393,8 @@ def test_between_slow_links_auto_takes_the_cheapest_by_formula():
     for nbytes, name in chosen.items():
         slowest_loss = 24 * 50e-6
         for _, other in filter(lambda pair: pair[0] == "all_reduce", priced(4)):
-            if other != "naive":
+            # Those that send more in all are left out.
+            if other not in ("naive", "doubling"):
                 assert seconds(name, nbytes) <= seconds(other, nbytes) + slowest_loss
     two_nodes = Cluster(2, 2, intra=Link(100, 1), inter=SLOW)
     assert launch(work, ranks=4, cluster=two_nodes)[0][10**9] == "hierarchical"
@@ -405,8 +406,8 @@ def test_auto_minds_the_slower_of_the_links_that_a_group_crosses():
 
     far = Link(gbit_s=1, latency_us=20_000)
     for cluster in (Cluster(2, 2, intra=far), Cluster(2, 2, intra=far, inter=Link(100))):
-        # They take two slow steps, a tree takes four.
-        assert set(launch(work, ranks=4, cluster=cluster)) <= {"doubling", "hierarchical"}
+        # Both take two slow steps, a tree takes four.
+        assert set(launch(work, ranks=4, cluster=cluster)) <= {"direct", "hierarchical"}
 
 
 def test_between_two_ranks_over_a_slow_link_one_exchange_is_cheapest_at_any_size():

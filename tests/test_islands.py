@@ -622,5 +622,5 @@ def test_bills_timelines_and_emulated_links_go_on_after_a_new_connection():
     for before, sent, operations, took, by_link in (zero, one):
         assert before[0] > 0 and sent > 0 and operations > before[1]
         assert by_link.keys() == {"inter"}
-        # Two sums, each there and back: no faster than the links.
-        assert took >= 4 * latency
+        # Two sums between a pair, an exchange each: no faster than the links.
+        assert took >= 2 * latency

@@ -144,7 +144,10 @@ def _cheapest(collective, nbytes, group, link, narrow):
     if collective in ("broadcast", "reduce"):
         names = ["naive", "tree"]
     else:
-        names = ["direct", "ring", "tree"] + ["doubling"] * (collective == "all_reduce")
+        names = ["direct", "ring", "tree"]
+        if collective == "all_reduce" and group.size == 2:
+            # Between more ranks it sends more than the others, which DDP and ZeRO do not promise.
+            names.append("doubling")
         if group.size & (group.size - 1) == 0:
             names.append("halving_doubling" if collective == "all_reduce" else "doubling")
 
