@@ -287,6 +287,9 @@ def count_the_small_print(world):
         "scatter": counted(lambda: scatter(torch.arange(12.0), world, root=1)),
         "all_to_all": counted(lambda: all_to_all(torch.arange(12.0), world)),
         "narrow direct": counted(lambda: all_reduce(x.bfloat16(), world, algorithm="direct")),
+        "narrow direct_ring": counted(
+            lambda: all_reduce(x.bfloat16(), world, algorithm="direct_ring")
+        ),
         "narrow ring": counted(lambda: all_reduce(x.bfloat16(), world, algorithm="ring")),
         "empty": counted(lambda: all_reduce(torch.empty(0), world)),
         "nested": counted(lambda: reduce_scatter(torch.ones(6, 2), world, sizes=[6, 0, 0])),
@@ -305,7 +308,7 @@ def test_bytes_are_those_that_the_docstrings_promise():
     assert sent("scatter") == [0, 2 * (80 + 16), 0]
     assert sent("all_to_all") == [2 * 16] * 3
     # 16 bits on the wire where only inputs travel, 32 where partial sums do.
-    assert sum(sent("narrow direct")) == 2 * 2 * 5 * 2
+    assert sum(sent("narrow direct")) == sum(sent("narrow direct_ring")) == 2 * 2 * 5 * 2
     assert sum(sent("narrow ring")) == 2 * 2 * 5 * 4
     assert sent("empty") == [0, 0, 0]
     assert sent("nested")[1:] == [48, 48]

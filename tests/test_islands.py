@@ -211,7 +211,10 @@ def test_a_death_costs_the_others_at_most_one_patience():
         assert max(zero, one) < 2
 
 
-def test_leaving_costs_nothing_and_who_left_may_come_back():
+@pytest.mark.parametrize("at_once", [False, True])
+def test_leaving_costs_nothing_and_who_left_may_come_back(at_once):
+    """Who asks at once may do so before the others look: that it had left must still be there."""
+
     def work(world):
         islands = Islands(world, patience=40.0)
         began = time.monotonic()
@@ -219,33 +222,16 @@ def test_leaving_costs_nothing_and_who_left_may_come_back():
         if world.rank == 1:
             islands.leave()
             assert islands.members == [0, 2] and not islands.here
-            islands.store.wait(["gone on"])
+            if not at_once:
+                islands.store.wait(["gone on"])
             islands.join()
             assert islands.joined == [1]
         else:
-            assert meet(islands) == 12 and islands.members == [0, 2]
-            islands.store.set("gone on", "")
-            while not islands.joined:
-                meet(islands)
-        return islands.members, meet(islands), (time.monotonic() - began) / islands.patience
-
-    for members, total, took in launch(work, ranks=3, survive=True):
-        assert members == [0, 1, 2] and total == 18
-        assert took < 0.5
-
-
-def test_who_leaves_and_asks_at_once_is_not_waited_for():
-    """The others may look only then: that it has left must still be there to be read."""
-
-    def work(world):
-        islands = Islands(world, patience=40.0)
-        meet(islands)
-        began = time.monotonic()
-        if world.rank == 1:
-            islands.leave()
-            islands.join()
-        else:
-            islands.store.wait(["asks 1"])
+            if at_once:
+                islands.store.wait(["asks 1"])
+            else:
+                assert meet(islands) == 12 and islands.members == [0, 2]
+                islands.store.set("gone on", "")
             while not islands.joined:
                 meet(islands)
         return islands.members, meet(islands), (time.monotonic() - began) / islands.patience

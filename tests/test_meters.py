@@ -133,7 +133,7 @@ def test_of_two_sections_the_inner_names_what_is_computed():
             with line.section("forward"):
                 time.sleep(0.02)
             time.sleep(0.02)
-        return [span.name for span in line.spans() if span.seconds > 0.01]
+        return [span.name for span in line.spans() if span.name != "compute"]
 
     assert launch(work, ranks=1) == [["step", "forward", "step"]]
 

@@ -44,9 +44,10 @@ def cost(collective: str, algorithm: str, nbytes: int, size: int) -> Cost:
 
     `nbytes` is the size of the whole tensor: what is broadcast, reduced, scattered or comes out
     of a gather, or what one rank gives to an all_to_all. With links of latency L and bandwidth B
-    the collective takes at most `steps` L + `port_bytes` / B (an all_reduce in several blocks, by
-    ring or direct_ring, as many times the `steps`). A rank sends and receives at B at
-    the same time; where one must receive all before it sends (naive, tree), both count.
+    the collective takes at most `steps` L + `port_bytes` / B, where it is one block: an all_reduce
+    by ring cuts a tensor above 16 MiB, by direct and direct_ring above 32 MiB, and waits anew for
+    each. A rank sends and receives at B at the same time; where one must receive all before it
+    sends (naive, tree), both count.
     Also of the parts that others are made of, such as a gather by tree. ValueError where there is
     no such algorithm, or no formula (hierarchical, torch).
     """

@@ -8,7 +8,7 @@ floats cross the wire as 16 bits and are still added in float32 and rounded once
 import functools
 
 from s2s_lib.collectives import ring
-from s2s_lib.collectives.pieces import even_cuts, own_piece, piece, scratch
+from s2s_lib.collectives.pieces import blocks, own_piece, piece, scratch
 
 # Two ranks leave a laptop's cores idle while they add, so it pays to have half of the tensor on its
 # way meanwhile; more ranks do not, and blocks only bound the memory to receive into.
@@ -118,9 +118,7 @@ def all_reduce(operation, x, out, reduction):
     if size == 2:
         block = min(block, max(LEAST_HALF_BYTES // x.itemsize, -(-x.numel() // 2)))
     begun, pieces = None, []
-    for number, start in enumerate(range(0, max(1, x.numel()), block)):
-        part, result = x[start : start + block], out[start : start + block]
-        cuts = even_cuts(part.numel(), size)
+    for number, (part, result, cuts) in enumerate(blocks(x, out, block, size)):
         inputs = ask_for_inputs(operation, part, cuts, number % 2)
         pieces += ask_for_pieces(operation, result, cuts)
         send_inputs(operation, part, cuts)
@@ -139,10 +137,7 @@ def add_up_and_tell(operation, reduction, x, out, cuts, inputs):
 
 def ring_all_reduce(operation, x, out, reduction):
     """Straight to their places, and back round the ring, where long pieces do not meet."""
-    block = BLOCK_BYTES // x.itemsize
-    for start in range(0, max(1, x.numel()), block):
-        part, result = x[start : start + block], out[start : start + block]
-        cuts = even_cuts(part.numel(), operation.group.size)
+    for part, result, cuts in blocks(x, out, BLOCK_BYTES // x.itemsize, operation.group.size):
         inputs = ask_for_inputs(operation, part, cuts)
         pieces = ring.ask_for_pieces(operation, result, cuts)
         send_inputs(operation, part, cuts)

@@ -21,6 +21,14 @@ def cuts_of(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(sizes, initial=0))
 
 
+def blocks(x: torch.Tensor, out: torch.Tensor, most: int, size: int):
+    """Two flat tensors cut alike into blocks of at most `most` elements, each with its cuts into a
+    piece for each rank; one block where there is nothing in it."""
+    for start in range(0, max(1, x.numel()), most):
+        part = x[start : start + most]
+        yield part, out[start : start + most], even_cuts(part.numel(), size)
+
+
 def piece(flat: torch.Tensor, cuts: list[int], first: int, last: int | None = None):
     """Piece `first` of a flat tensor, or pieces `first` up to and without `last`, as a view."""
     return flat[cuts[first] : cuts[first + 1 if last is None else last]]

@@ -7,7 +7,7 @@ either, and 2(W-1)/W for an all_reduce: nearly independent of W, at 2(W-1) steps
 (Patarasuk and Yuan, 2009.)
 """
 
-from s2s_lib.collectives.pieces import even_cuts, own_piece, piece, scratch
+from s2s_lib.collectives.pieces import blocks, own_piece, piece, scratch
 
 # Larger tensors go round block by block, so that what is received is still in a cache when it is
 # added and the memory to receive into stays small.
@@ -23,10 +23,7 @@ def all_gather(operation, x, out, cuts):
 
 
 def all_reduce(operation, x, out, reduction):
-    block = BLOCK_BYTES // x.itemsize
-    for start in range(0, max(1, x.numel()), block):
-        part, result = x[start : start + block], out[start : start + block]
-        cuts = even_cuts(part.numel(), operation.group.size)
+    for part, result, cuts in blocks(x, out, BLOCK_BYTES // x.itemsize, operation.group.size):
         # All receives are asked for first: a message that nobody expects yet has to wait.
         sums = ask_for_sums(operation, part, cuts)
         pieces = ask_for_pieces(operation, result, cuts)
